@@ -1,0 +1,204 @@
+"""The attention "luthier": exact causal attention within each document of a packed row, for any architecture.
+
+Transformers looks an attention up by the name in `config._attn_implementation`, and its mask function under the same
+name; both are registered here, so padding, sliding windows and packing cannot get lost between the two. Three ways:
+
+- no documents (generation with a cache, padded evaluation): exactly Transformers' own `sdpa`, or the model's own `eager`
+  where the model or the call needs it (soft caps, attention sinks);
+- documents, plain softmax attention: the fastest way that this device has (`blocked_attention` on the CPU, variable-length
+  flash attention on CUDA where it proves right, else one `sdpa` call a document);
+- documents and anything else: the model's own function, one call a document.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from luthier.errors import ModelError
+from luthier.hf.documents import Documents, active_documents, documents_of, is_channel
+
+NAME = "luthier"
+"""The name to give as `attn_implementation`."""
+
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def register_attention() -> str:
+    """Make "luthier" known to Transformers, attention and mask function; may be called again.
+
+    Returns:
+        the name to give as `attn_implementation`.
+    """
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, document_mask)
+    return NAME
+
+
+def document_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask function of "luthier", called by Transformers once for each kind of layer in a forward pass.
+
+    Returns:
+        without documents what `sdpa` gets: bool [batch, 1, q, kv] or None;
+        with documents the channel if this mask is plainly causal within each of them, else bool [1, 1, T, T].
+    """
+    packed = active_documents()
+    if packed is None:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            mask_function=mask_function,
+            device=device,
+            **kwargs,
+        )
+    if batch_size != 1 or q_length != packed.tokens or kv_length != packed.tokens:
+        raise ModelError(
+            f"documents of {packed.tokens} positions in all were given for {batch_size} row(s) of {q_length} queries "
+            f"and {kv_length} keys",
+            where="attention",
+            remedy="pack the documents into one row and run it without a cache",
+        )
+    if kwargs.get("attention_mask") is None and _is_causal(mask_function, packed, device):
+        return packed.channel(device)
+    kwargs["allow_is_causal_skip"] = False
+    mask = sdpa_mask(batch_size=1, q_length=q_length, kv_length=kv_length, mask_function=mask_function, device=device, **kwargs)
+    assert mask is not None  # the skips are forbidden above
+    index = packed.index(device)
+    return packed.attach(mask & (index[:, None] == index[None, :]))
+
+
+def _is_causal(mask_function: Callable[..., torch.Tensor], packed: Documents, device: torch.device | str) -> bool:
+    """Whether a mask function is plainly causal within each document.
+
+    Looks at the last query of each document, which a window or chunk would keep from the first keys, and at the first,
+    which a mask that looks ahead would show later keys. Cost: 2 T evaluations instead of T x T.
+    """
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    keys = torch.arange(packed.tokens, device=device)
+    index = packed.index(device)
+    starts = packed.cu_seqlens.to(device).long()
+    last = mask_function(zero, zero, starts[1:][index] - 1, keys)
+    first = mask_function(zero, zero, starts[:-1][index], keys)
+    return bool((last.all() & (first == (keys == starts[:-1][index])).all()).item())
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The attention function of "luthier", called by every attention layer.
+
+    Args:
+        module: the layer's attention module; tells which architecture's own function is the fallback.
+        query: [batch, heads, q, head_dim].
+        key: [batch, kv_heads, kv, head_dim].
+        value: [batch, kv_heads, kv, value_dim].
+        attention_mask: what `document_mask` returned.
+        dropout: probability of dropping a weight.
+        scaling: factor of the scores; None = head_dim ** -0.5.
+
+    Returns:
+        [batch, q, heads, value_dim] and, from an eager function, the weights.
+    """
+    packed = documents_of(attention_mask)
+    if packed is None and active_documents() is not None:
+        raise ModelError(
+            f"{type(module).__name__} did not hand on the mask that keeps packed documents apart",
+            where="attention",
+            remedy="switch packing off (data.packing: false)",
+        )
+    own = _own_attention(module, kwargs)
+    if packed is None:
+        if own is not sdpa_attention_forward:
+            attention_mask = _additive(attention_mask, query, key)
+        return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    if query.shape[2] != packed.tokens or key.shape[2] != packed.tokens:
+        raise ModelError(
+            f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} positions in a packed row of "
+            f"{packed.tokens}",
+            where="attention",
+            remedy="switch packing off (data.packing: false)",
+        )
+    mask = None if is_channel(attention_mask) else attention_mask
+    return _per_document(own, module, query, key, value, mask, packed, dropout, scaling, kwargs)
+
+
+def _per_document(
+    own: Attention,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    packed: Documents,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One call of the model's own attention for each document: right for every architecture."""
+    outputs = []
+    bias = kwargs.pop("position_bias", None)
+    for start, stop in packed.spans:
+        here = slice(start, stop)
+        q, k, v = query[:, :, here], key[:, :, here], value[:, :, here]
+        m = None if mask is None else mask[:, :, here, here]
+        if own is not sdpa_attention_forward:
+            m = _additive(m, q, k)
+        extra = {} if bias is None else {"position_bias": bias[:, :, here, here]}
+        outputs.append(own(module, q, k, v, m, dropout=dropout, scaling=scaling, **extra, **kwargs)[0])
+    return torch.cat(outputs, dim=1), None
+
+
+def _own_attention(module: torch.nn.Module, kwargs: dict[str, Any]) -> Attention:
+    """Transformers' `sdpa`, or the architecture's own `eager_attention_forward` where `sdpa` cannot do it."""
+    eager, supports_sdpa = _architecture(type(module))
+    if eager is None:
+        return sdpa_attention_forward
+    if not supports_sdpa or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        return eager
+    return sdpa_attention_forward
+
+
+@functools.lru_cache(maxsize=None)
+def _architecture(cls: type) -> tuple[Attention | None, bool]:
+    """(eager attention, whether its models support sdpa) of the modelling file that an attention class comes from."""
+    for base in cls.__mro__:  # wrappers such as FSDP put a class of their own in front
+        source = sys.modules.get(base.__module__)
+        eager = getattr(source, "eager_attention_forward", None)
+        if eager is not None:
+            models = [m for m in vars(source).values() if isinstance(m, type) and issubclass(m, PreTrainedModel)]
+            own = [m for m in models if m.__module__ == base.__module__]
+            return eager, all(m._supports_sdpa for m in own)
+    return None, True
+
+
+def _additive(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Bool mask or None (= causal) as eager functions want it: 0 or the most negative number, [batch, 1, q, kv]."""
+    if mask is None:
+        q, kv = query.shape[2], key.shape[2]
+        mask = torch.ones(q, kv, dtype=torch.bool, device=query.device).tril(kv - q)[None, None]
+    if mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    return torch.where(mask, zero, torch.finfo(query.dtype).min)

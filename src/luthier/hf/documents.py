@@ -1,0 +1,113 @@
+"""Which documents lie in the packed row that a model is running on, and how every attention layer learns of it.
+
+`documents(cu_seqlens)` is entered around one forward pass. Inside it, the mask function of the attention "luthier" does not
+build a [T, T] mask but returns a *channel*: a tiny int32 tensor [1, 1, 1, documents + 1] that holds `cu_seqlens`.
+Transformers hands a mask to every layer as an argument, whatever the architecture, so activation checkpointing keeps
+it for the recomputation in the backward pass, where a global or a context variable would be gone without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+_ATTRIBUTE = "luthier_documents"
+"""Name under which a mask tensor carries its `Documents`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Where each document of a packed row begins.
+
+    Attributes:
+        cu_seqlens: int32 [documents + 1], first position of each document, then T.
+        bounds: the same numbers on the host.
+    """
+
+    cu_seqlens: torch.Tensor
+    bounds: tuple[int, ...]
+
+    @staticmethod
+    def of(cu_seqlens: torch.Tensor | Sequence[int]) -> Documents:
+        """Read the bounds once, so that no layer has to synchronise with the device.
+
+        Raises:
+            ValueError: the bounds do not rise from 0.
+        """
+        tensor = torch.as_tensor(cu_seqlens, dtype=torch.int32).flatten()
+        bounds = tuple(tensor.tolist())
+        if len(bounds) < 2 or bounds[0] != 0 or any(b <= a for a, b in zip(bounds, bounds[1:], strict=False)):
+            raise ValueError(f"cu_seqlens must rise from 0 to the row's length, not {bounds}")
+        return Documents(tensor, bounds)
+
+    @property
+    def tokens(self) -> int:
+        """Length T of the row."""
+        return self.bounds[-1]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """[(first, one past the last)] of each document."""
+        return list(zip(self.bounds, self.bounds[1:], strict=False))
+
+    @property
+    def longest(self) -> int:
+        return max(stop - start for start, stop in self.spans)
+
+    def index(self, device: torch.device | str) -> torch.Tensor:
+        """int64 [T]: the number of the document that each position belongs to."""
+        lengths = torch.tensor([stop - start for start, stop in self.spans])
+        return torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
+
+    def channel(self, device: torch.device | str) -> torch.Tensor:
+        """int32 [1, 1, 1, documents + 1] that stands for "causal within each document" in the place of a mask."""
+        tensor = self.cu_seqlens.to(device).reshape(1, 1, 1, -1)
+        return self.attach(tensor)
+
+    def attach(self, mask: torch.Tensor) -> torch.Tensor:
+        """Let a mask carry these documents; returns a tensor of its own, so that no other mask is changed."""
+        own = mask.view_as(mask)
+        setattr(own, _ATTRIBUTE, self)
+        return own
+
+
+_ACTIVE: ContextVar[Documents | None] = ContextVar("luthier_documents", default=None)
+
+
+@contextmanager
+def documents(cu_seqlens: torch.Tensor | Sequence[int] | Documents | None) -> Iterator[Documents | None]:
+    """Every "luthier" attention within sees these documents; None = rows are not packed.
+
+    Args:
+        cu_seqlens: int32 [documents + 1], where each document begins, and T.
+    """
+    inside = cu_seqlens if cu_seqlens is None or isinstance(cu_seqlens, Documents) else Documents.of(cu_seqlens)
+    token = _ACTIVE.set(inside)
+    try:
+        yield inside
+    finally:
+        _ACTIVE.reset(token)
+
+
+def active_documents() -> Documents | None:
+    """Documents of the forward pass that is running in this context."""
+    return _ACTIVE.get()
+
+
+def is_channel(mask: torch.Tensor | None) -> bool:
+    """Whether this "mask" is the channel and no mask."""
+    return mask is not None and mask.dtype == torch.int32
+
+
+def documents_of(mask: torch.Tensor | None) -> Documents | None:
+    """The documents that a mask carries; read from its numbers if it is the channel but lost its attribute."""
+    if mask is None:
+        return None
+    carried: Documents | None = getattr(mask, _ATTRIBUTE, None)
+    if carried is None and is_channel(mask):
+        return Documents.of(mask)
+    return carried
