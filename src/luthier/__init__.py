@@ -1,0 +1,3 @@
+"""Luthier fine-tunes any Hugging Face causal language model, exactly."""
+
+__version__ = "0.1.0"

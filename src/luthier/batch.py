@@ -1,0 +1,118 @@
+"""What flows between the rooms: a `Sample` is one document, a `Batch` is one microbatch of packed documents.
+
+Targets are shifted once, on the whole document, before any packing or cutting: position t of `tokens` predicts
+`targets[t]`, and `weights[t]` says how much that prediction counts (0 = not trained on).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One document or conversation, T positions long.
+
+    Attributes:
+        tokens: int64 [T], the model's input.
+        targets: int64 [T], what each position predicts.
+        weights: float32 [T], the weight of each prediction in the loss; 0 = not trained on.
+        origin: where it came from ("train.jsonl:12"), for messages.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    origin: str = ""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @staticmethod
+    def from_ids(ids: Sequence[int] | np.ndarray, weights: Sequence[float] | np.ndarray, origin: str = "") -> Sample:
+        """Shift a full sequence of n ids into a sample of n - 1 positions.
+
+        Args:
+            ids: [n] token ids of the whole document.
+            weights: [n] weight of each *token as something to be predicted*; the first is never predicted.
+            origin: where the document came from.
+        """
+        full = np.asarray(ids, dtype=np.int64)
+        weight = np.asarray(weights, dtype=np.float32)
+        if full.ndim != 1 or full.shape != weight.shape:
+            raise ValueError(f"ids {full.shape} and weights {weight.shape} must be one-dimensional and of one length")
+        return Sample(full[:-1], full[1:], weight[1:], origin)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One microbatch: documents laid end to end in one row of T positions, kept apart by `cu_seqlens`.
+
+    Attributes:
+        input_ids: int64 [1, T].
+        position_ids: int64 [1, T], starting again from 0 at each document.
+        targets: int64 [1, T], already shifted.
+        weights: float64 [1, T]; the loss is the sum of weight x (-log p(target)). A recipe divides them by the weight
+            of its whole global batch, so that microbatches and ranks just add up.
+        cu_seqlens: int32 [documents + 1], where each document begins, and T.
+        origins: where each document came from.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    targets: torch.Tensor
+    weights: torch.Tensor
+    cu_seqlens: torch.Tensor
+    origins: tuple[str, ...] = field(default=())
+
+    @staticmethod
+    def pack(samples: Sequence[Sample]) -> Batch:
+        """Lay samples end to end in the order given."""
+        if not samples or any(len(sample) == 0 for sample in samples):
+            raise ValueError("a batch needs at least one sample, and no sample of length 0")
+        lengths = [len(sample) for sample in samples]
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        return Batch(
+            input_ids=torch.from_numpy(np.concatenate([s.tokens for s in samples]).astype(np.int64))[None],
+            position_ids=torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]))[None],
+            targets=torch.from_numpy(np.concatenate([s.targets for s in samples]).astype(np.int64))[None],
+            weights=torch.from_numpy(np.concatenate([s.weights for s in samples]).astype(np.float64))[None],
+            cu_seqlens=torch.from_numpy(starts),
+            origins=tuple(sample.origin for sample in samples),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Number of positions T."""
+        return self.input_ids.shape[1]
+
+    @property
+    def documents(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def total_weight(self) -> float:
+        return float(self.weights.sum())
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of positions whose weight is not 0."""
+        return int((self.weights != 0).sum())
+
+    def scaled(self, factor: float) -> Batch:
+        """The same batch with every weight multiplied by `factor`."""
+        return replace(self, weights=self.weights * factor)
+
+    def to(self, device: torch.device | str) -> Batch:
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            targets=self.targets.to(device),
+            weights=self.weights.to(device),
+            cu_seqlens=self.cu_seqlens.to(device),
+        )

@@ -1,0 +1,72 @@
+"""The whole YAML of a run on one screen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, NonNegativeInt, field_validator, model_validator
+
+from luthier.config.sections import (
+    AdamWConfig,
+    CheckpointConfig,
+    ConstantSchedule,
+    DataConfig,
+    EvaluationConfig,
+    GenerationConfig,
+    LoraConfig,
+    OptimizerConfig,
+    ReportConfig,
+    ScheduleConfig,
+    Section,
+    TrainConfig,
+)
+
+
+class RunConfig(Section):
+    """What a run is. `luthier train RUN/config.yaml` with the resolved config repeats it."""
+
+    model: str
+    """A Hub id, a directory, a .gguf file, package:NAME/FILE, or debug:TYPE."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model."""
+    tokenizer: str | None = None
+    """Another tokenizer than the model's, named as a model is."""
+    from_scratch: bool = False
+    """Random weights by the model's own initialisation instead of the pretrained ones."""
+    trust_remote_code: bool = False
+    """Run Python code that a model repository brings along."""
+    data: DataConfig
+    adapter: LoraConfig | None = None
+    """Leave out for full fine-tuning."""
+    optimizer: OptimizerConfig = Field(default_factory=AdamWConfig)
+    schedule: ScheduleConfig = Field(default_factory=ConstantSchedule)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    generation: GenerationConfig = Field(default_factory=GenerationConfig)
+    report: ReportConfig = Field(default_factory=ReportConfig)
+    output: Path = Path("runs/latest")
+    """The run directory: config.yaml, metrics.jsonl, log.txt, checkpoints/, export/."""
+    seed: NonNegativeInt = 0
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _bare_path(cls, value: Any) -> Any:
+        return {"train": value} if isinstance(value, str | list) else value
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _default_optimizer(cls, value: Any) -> Any:
+        return {"name": "adamw", **value} if isinstance(value, dict) else value
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _default_schedule(cls, value: Any) -> Any:
+        return {"name": "constant", **value} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _streaming_has_an_end(self) -> RunConfig:
+        if self.data.streaming and self.train.steps is None:
+            raise ValueError("data.streaming needs train.steps, since the number of rows is not known")
+        return self

@@ -1,0 +1,327 @@
+"""A pydantic model for each key of a run's YAML. Names are a user's words; everything but model and data has a default."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, and so are values of another type than the field's."""
+
+    model_config = ConfigDict(extra="forbid", strict=False, validate_default=True, use_attribute_docstrings=True)
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict) or isinstance(value, Section) else value
+
+
+class SourceConfig(Section):
+    """Where rows come from, and how to read them."""
+
+    path: str
+    """A file (jsonl, json, csv, parquet, arrow, txt; also .gz, .zst), a directory, a glob, or hf://owner/name."""
+    subset: str | None = None
+    """The configuration of a Hub data set."""
+    split: str = "train"
+    """The split of a Hub data set."""
+    format: str | None = None
+    """text, instruct, chat, random, or one's own as package.module:Class; told from the columns when left out."""
+    column: str | None = None
+    """The column that holds the text (format text) or the messages (format chat)."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Column map of format instruct: any of instruction, input, output, prompt, completion, system -> your column."""
+    system_prompt: str | None = None
+    """A system message for rows that have none (instruct and chat)."""
+    train_on_input: bool = False
+    """Also train on what the model is given, not only on what it should answer (instruct and chat)."""
+    weight: PositiveFloat = 1.0
+    """This source's share of a mixture, relative to the others."""
+    rows: PositiveInt | None = None
+    """Take the first N rows only; of format random: how many rows to make (default 1,000)."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of a format of one's own, and of random (minimum and maximum length, masked share)."""
+
+
+Sources = Annotated[list[SourceConfig], BeforeValidator(_one_or_many), Field(min_length=1)]
+
+
+class DataConfig(Section):
+    """What is trained on and measured on. A bare path (`data: rows.jsonl`) means `data: {train: {path: rows.jsonl}}`."""
+
+    train: Sources | None = None
+    """One source or several mixed by weight."""
+    validation: Sources | None = None
+    """Rows to measure on; never trained on."""
+    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Hold out this share of the training rows instead of naming validation rows."""
+    sequence_length: Annotated[int, Field(ge=2)] = 1024
+    """Longest row in tokens, and the length that rows are packed to."""
+    too_long: Literal["truncate", "drop", "raise", "split"] = "truncate"
+    """What happens to a row of more tokens than sequence_length; every such row is counted and said."""
+    packing: bool = True
+    """Lay several rows end to end, kept apart exactly. Off: every row is computed alone. Same loss either way."""
+    shuffle: bool = True
+    """A new order each epoch, drawn from the seed."""
+    on_bad_row: Literal["raise", "skip"] = "raise"
+    """What happens to a row that cannot be read; skipped rows are counted and said."""
+    streaming: bool = False
+    """Read and tokenise while training, for what does not fit on disk or in memory; needs train.steps."""
+    shuffle_buffer: PositiveInt = 10_000
+    """Rows held for shuffling while streaming."""
+    cache: bool = True
+    """Keep tokenised rows by content (under LUTHIER_CACHE, else the user's cache directory)."""
+    chat_template: str | None = None
+    """A Jinja file used instead of the tokenizer's own chat template."""
+
+    @field_validator("train", "validation", mode="before")
+    @classmethod
+    def _paths(cls, value: Any) -> Any:
+        many = _one_or_many(value)
+        return [{"path": item} if isinstance(item, str) else item for item in many] if isinstance(many, list) else many
+
+    @model_validator(mode="after")
+    def _one_way_to_hold_out(self) -> DataConfig:
+        if self.validation and self.validation_fraction:
+            raise ValueError("validation and validation_fraction exclude each other; leave one of them out")
+        if self.validation_fraction and self.streaming:
+            raise ValueError("validation_fraction needs all rows at once; name validation rows when streaming")
+        return self
+
+
+class LoraConfig(Section):
+    """Low-rank adapters beside frozen weights (Hu et al. 2021, https://arxiv.org/abs/2106.09685)."""
+
+    kind: Literal["lora"] = "lora"
+    rank: PositiveInt = 16
+    alpha: PositiveFloat | None = None
+    """Numerator of the scale alpha / rank (rsLoRA: alpha / sqrt(rank)); 2 x rank when left out."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
+    target: Annotated[list[str], BeforeValidator(_one_or_many), Field(min_length=1)] = ["attn", "mlp"]
+    """Roles (attn, mlp, unembed), all-linear, module names (q_proj), or regular expressions over full names."""
+    train_modules: Annotated[list[str], BeforeValidator(_one_or_many)] = []
+    """Modules trained in full beside the adapters, by name or regular expression."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Dtype of the adapters; the base weight's when left out."""
+    start_from: str | None = None
+    """A directory with PEFT files (adapter_config.json, adapter_model.safetensors) to go on from."""
+
+
+class _OptimizerBase(Section):
+    learning_rate: NonNegativeFloat = 1.0e-4
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled decay of matrices; biases, norms and other vectors are never decayed."""
+
+
+class AdamWConfig(_OptimizerBase):
+    name: Literal["adamw"] = "adamw"
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    epsilon: PositiveFloat = 1.0e-8
+
+
+class StochasticAdamWConfig(_OptimizerBase):
+    """AdamW on bf16 weights: fp32 arithmetic and gradients, weights rounded stochastically."""
+
+    name: Literal["stochastic_adamw"]
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    epsilon: PositiveFloat = 1.0e-8
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the two moments."""
+
+
+class SGDConfig(_OptimizerBase):
+    name: Literal["sgd"]
+    momentum: Fraction = 0.0
+    nesterov: bool = False
+
+
+class AdafactorConfig(_OptimizerBase):
+    """torch.optim.Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235)."""
+
+    name: Literal["adafactor"]
+    beta2_decay: float = -0.8
+    clip_threshold: PositiveFloat = 1.0
+
+
+class MuonConfig(_OptimizerBase):
+    """torch.optim.Muon for the hidden matrices, AdamW for everything else."""
+
+    name: Literal["muon"]
+    momentum: Fraction = 0.95
+    nesterov: bool = True
+    ns_steps: PositiveInt = 5
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    epsilon: PositiveFloat = 1.0e-8
+    adamw_learning_rate: NonNegativeFloat | None = None
+    """Learning rate of the AdamW part; the same as learning_rate when left out."""
+
+
+OptimizerConfig = Annotated[
+    AdamWConfig | StochasticAdamWConfig | SGDConfig | AdafactorConfig | MuonConfig, Field(discriminator="name")
+]
+
+
+class _ScheduleBase(Section):
+    warmup: NonNegativeFloat = 0.0
+    """Steps of linear warm-up; below 1 it is a share of all steps."""
+
+
+class ConstantSchedule(_ScheduleBase):
+    name: Literal["constant"] = "constant"
+
+
+class LinearSchedule(_ScheduleBase):
+    name: Literal["linear"]
+    minimum: Fraction = 0.0
+    """Where the learning rate ends, as a share of its peak."""
+
+
+class CosineSchedule(_ScheduleBase):
+    name: Literal["cosine"]
+    minimum: Fraction = 0.0
+
+
+class WarmupStableDecaySchedule(_ScheduleBase):
+    """Warm-up, plateau, decay (Hu et al. 2024, https://arxiv.org/abs/2404.06395)."""
+
+    name: Literal["wsd"]
+    decay: PositiveFloat = 0.1
+    """Steps of the decay at the end; below 1 it is a share of all steps."""
+    shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    minimum: Fraction = 0.0
+
+
+class PiecewiseSchedule(_ScheduleBase):
+    """Straight lines between points; constant before the first and after the last."""
+
+    name: Literal["piecewise"]
+    points: Annotated[list[tuple[NonNegativeFloat, NonNegativeFloat]], Field(min_length=1)]
+    """[step, factor of the learning rate] in rising order; steps at most 1.0 throughout are shares of all steps."""
+
+    @field_validator("points")
+    @classmethod
+    def _rising(cls, value: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        if any(right[0] <= left[0] for left, right in zip(value, value[1:], strict=False)):
+            raise ValueError("the steps of points must rise")
+        return value
+
+
+ScheduleConfig = Annotated[
+    ConstantSchedule | LinearSchedule | CosineSchedule | WarmupStableDecaySchedule | PiecewiseSchedule,
+    Field(discriminator="name"),
+]
+
+
+class ProfileConfig(Section):
+    """torch profiler traces of chosen steps, written under RUN/profile/."""
+
+    start: PositiveInt = 3
+    """First step traced."""
+    steps: PositiveInt = 2
+    """How many steps are traced."""
+
+
+class TrainConfig(Section):
+    epochs: PositiveFloat | None = None
+    """Passes over the training rows; 1 when neither epochs nor steps is given."""
+    steps: PositiveInt | None = None
+    """Optimizer steps."""
+    rows_per_step: PositiveInt | None = None
+    """Rows in a global batch; 16 when neither this nor tokens_per_step is given."""
+    tokens_per_step: PositiveInt | None = None
+    """Tokens in a global batch: rows are taken while they fit, at least one."""
+    precision: Literal["fp32", "bf16"] | None = None
+    """Dtype of weights and arithmetic; bf16 where the machine is fast at it, else fp32."""
+    max_gradient_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this global norm; null for no clipping."""
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    """What a NaN or infinite loss or gradient does: stop with the culprit named, or skip the step and count it."""
+    activation_checkpointing: Literal["off", "full", "selective"] = "off"
+    """Recompute layers in the backward pass: none, all, or every second one."""
+    compile: bool = False
+    """torch.compile, layer by layer."""
+    attention: str | None = None
+    """Attention implementation; chosen for the device when left out."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, mps; the best there is when left out."""
+    threads: PositiveInt | None = None
+    """CPU threads; torch's own choice when left out."""
+    profile: ProfileConfig | None = None
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _no_fp16(cls, value: Any) -> Any:
+        if value in ("fp16", "float16", "half"):
+            raise ValueError("fp16 is not offered, since its gradients overflow without loss scaling; use bf16")
+        return {"float32": "fp32", "bfloat16": "bf16"}.get(value, value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_length_and_one_batch(self) -> TrainConfig:
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError("epochs and steps exclude each other; leave one of them out")
+        if self.rows_per_step is not None and self.tokens_per_step is not None:
+            raise ValueError("rows_per_step and tokens_per_step exclude each other; leave one of them out")
+        return self
+
+
+class CheckpointConfig(Section):
+    every: PositiveInt | None = None
+    """Steps between checkpoints; with neither this nor an interruption, one is written at the end."""
+    keep: PositiveInt = 2
+    """How many of the newest committed checkpoints stay."""
+    keep_best: bool = True
+    """Keep the checkpoint of the lowest validation loss as well."""
+    trainable_only: bool | None = None
+    """Leave frozen weights out; yes with adapters, no without, when left out."""
+    asynchronous: bool = True
+    """Write in the background while training goes on."""
+
+
+class EvaluationConfig(Section):
+    every: PositiveInt | None = None
+    """Steps between measurements of the validation loss; only at the end when left out."""
+    rows: PositiveInt | None = None
+    """Measure on the first N validation rows only."""
+    early_stopping: PositiveInt | None = None
+    """Stop after this many measurements in a row without a lower validation loss."""
+
+    @model_validator(mode="after")
+    def _something_to_wait_for(self) -> EvaluationConfig:
+        if self.early_stopping is not None and self.every is None:
+            raise ValueError("early_stopping needs evaluation.every")
+        return self
+
+
+class ReportConfig(Section):
+    trackers: Annotated[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]], BeforeValidator(_one_or_many)] = []
+    """Besides metrics.jsonl, which is always written."""
+    project: str = "luthier"
+    every: PositiveInt = 1
+    """Steps between rows of metrics.jsonl."""
+
+
+class GenerationConfig(Section):
+    """How `luthier generate` and `luthier chat` sample."""
+
+    max_new_tokens: PositiveInt = 256
+    temperature: NonNegativeFloat = 0.0
+    """0 takes the likeliest token."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: NonNegativeInt = 0
+    """0 for no limit."""
