@@ -1,0 +1,280 @@
+"""Checkpoints: tensors by torch's DCP in safetensors files, everything else as JSON, committed by one rename.
+
+A step is written into `checkpoints/.writing-step-000050`, flushed to disk, then renamed to `step-000050`. Only the
+renamed directory is a checkpoint; whatever a crash leaves behind has the other name and is removed at the next start.
+Optimizer states are stored by parameter name, so they can be read on any layout, and no pickle is involved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from luthier.engine import randomness
+from luthier.engine.state import Counters, TrainState
+from luthier.errors import CheckpointError
+
+_COMMITTED = re.compile(r"step-(\d{6,})")
+_WRITING = ".writing-"
+_RECORD = "state.json"
+_TENSORS = "tensors"
+
+
+def committed(directory: Path) -> list[Path]:
+    """The committed checkpoints of a `checkpoints/` directory, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _COMMITTED.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint: counters, loader place, random states, what it was taken of."""
+    try:
+        record = json.loads((checkpoint / _RECORD).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError("is not a checkpoint", where=str(checkpoint), remedy=f"it holds no {_RECORD}") from None
+    except ValueError as error:
+        raise CheckpointError(
+            f"{_RECORD} is damaged ({error})", where=str(checkpoint), remedy="remove this directory to use an older one"
+        ) from None
+    assert isinstance(record, dict)
+    return record
+
+
+def check_unchanged(taken_of: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
+    """Refuse to go on with other data, another batch or another model than the checkpoint was taken of.
+
+    Raises:
+        CheckpointError: naming each thing that changed, with both values.
+    """
+    changed = [
+        f"{key} was {taken_of.get(key)!r} and is {now.get(key)!r}"
+        for key in sorted(taken_of.keys() | now.keys())
+        if taken_of.get(key) != now.get(key)
+    ]
+    if changed:
+        raise CheckpointError(
+            "cannot go on from this checkpoint: " + ", ".join(changed),
+            where=str(checkpoint),
+            remedy="undo the change, or start anew with another output or --resume never",
+        )
+
+
+class Checkpointer:
+    """Writes, keeps and prunes the checkpoints of one run.
+
+    Args:
+        directory: the run's `checkpoints/`.
+        keep: how many of the newest stay.
+        keep_best: keep the one with the lowest score as well.
+        trainable_only: leave frozen parameters out.
+        asynchronous: copy the tensors, then write them while training goes on.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int = 2,
+        keep_best: bool = True,
+        trainable_only: bool = False,
+        asynchronous: bool = True,
+    ) -> None:
+        self.directory = directory
+        self._keep = keep
+        self._keep_best = keep_best
+        self._trainable_only = trainable_only
+        self._asynchronous = asynchronous
+        self._writer: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        directory.mkdir(parents=True, exist_ok=True)
+        for leftover in directory.glob(f"{_WRITING}*"):
+            shutil.rmtree(leftover)
+
+    def latest(self) -> Path | None:
+        """The newest committed checkpoint."""
+        found = committed(self.directory)
+        return found[-1] if found else None
+
+    def save(self, state: TrainState, record: dict[str, Any], *, score: float | None = None) -> None:
+        """Write a checkpoint of this very moment; returns once the tensors are copied when asynchronous.
+
+        Args:
+            state: what is saved; it may go on changing after the return.
+            record: JSON-able facts of the recipe (loader place, what the run is of, best score).
+            score: validation loss at this step, lower is better.
+        """
+        self.wait()
+        name = f"step-{state.counters.step:06d}"
+        if (self.directory / name).exists():
+            return
+        full_record = {
+            **record,
+            "counters": asdict(state.counters),
+            "randomness": randomness.capture(),
+            "optimizer": _optimizer_scalars(state),
+            "score": score,
+        }
+        writing = self.directory / f"{_WRITING}{name}"
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir()
+        tensors = self._tensors(state)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            if not self._asynchronous:
+                _write(tensors, writing)
+                self._commit(writing, name, full_record)
+                return
+        # One staging copy, then a thread of our own: DCP's async_save leaves a process pool behind in short runs, and
+        # the commit must follow the last byte anyway.
+        copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+        self._writer = threading.Thread(
+            target=self._write_aside, args=(copies, writing, name, full_record), name="checkpoint-writer"
+        )
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Return once the checkpoint being written is committed.
+
+        Raises:
+            CheckpointError: if it could not be written (disk full, no permission).
+        """
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise CheckpointError(
+                f"the checkpoint could not be written ({failure})",
+                where=str(self.directory),
+                remedy="free some space or choose another output",
+            ) from failure
+
+    def load(self, state: TrainState, checkpoint: Path) -> dict[str, Any]:
+        """Read a committed checkpoint into `state`, random states included, and return its record.
+
+        Raises:
+            CheckpointError: if it is damaged or was taken of other parameters.
+        """
+        record = read_record(checkpoint)
+        reader = HuggingFaceStorageReader(str(checkpoint / _TENSORS))
+        try:
+            stored = reader.read_metadata().state_dict_metadata
+        except Exception as error:  # safetensors raises its own untyped errors for a damaged file
+            raise CheckpointError(f"tensors cannot be read ({error})", where=str(checkpoint)) from error
+        _allocate_optimizer_state(state, stored)
+        tensors = self._tensors(state)
+        if missing := sorted(tensors.keys() - stored.keys()) or sorted(stored.keys() - tensors.keys()):
+            raise CheckpointError(
+                f"was taken of other parameters (for instance {missing[0]})",
+                where=str(checkpoint),
+                remedy="resume with the same model, adapter and optimizer, or use --resume never",
+            )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            try:
+                dcp.load(dict(tensors), storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+            except (ValueError, RuntimeError, dcp.api.CheckpointException) as error:
+                raise CheckpointError(f"tensors do not fit ({error})", where=str(checkpoint)) from error
+        _restore_optimizer_scalars(state, record["optimizer"])
+        state.counters = Counters(**record["counters"])
+        randomness.restore(record["randomness"])
+        return record
+
+    def _tensors(self, state: TrainState) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        names = {parameter: name for name, parameter in state.model.named_parameters()}
+        for parameter, name in names.items():
+            if parameter.requires_grad or not self._trainable_only:
+                tensors[f"model.{name}"] = parameter.detach()
+        for parameter, values in state.optimizer.state.items():
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"optimizer.{names[parameter]}.{key}"] = value
+        return tensors
+
+    def _write_aside(self, tensors: dict[str, torch.Tensor], writing: Path, name: str, record: dict[str, Any]) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                _write(tensors, writing)
+            self._commit(writing, name, record)
+        except BaseException as error:  # told by the next wait(), in the thread that trains
+            self._failure = error
+
+    def _commit(self, writing: Path, name: str, record: dict[str, Any]) -> None:
+        with (writing / _RECORD).open("w", encoding="utf-8") as file:
+            json.dump(record, file)
+            file.flush()
+            os.fsync(file.fileno())
+        for directory in (writing / _TENSORS, writing):
+            _sync_directory(directory)
+        writing.rename(self.directory / name)
+        _sync_directory(self.directory)
+        self._prune()
+
+    def _prune(self) -> None:
+        found = committed(self.directory)
+        kept = set(found[-self._keep :])
+        if self._keep_best:
+            scores = {path: read_record(path)["score"] for path in found}
+            scored = [path for path in found if scores[path] is not None]
+            if scored:
+                kept.add(min(scored, key=lambda path: scores[path]))
+        for path in found:
+            if path not in kept:
+                # The rename first, so that a crash in the middle of the removal leaves no half checkpoint.
+                doomed = path.with_name(f"{_WRITING}{path.name}")
+                path.rename(doomed)
+                shutil.rmtree(doomed)
+
+
+def _write(tensors: dict[str, torch.Tensor], writing: Path) -> None:
+    writer = HuggingFaceStorageWriter(str(writing / _TENSORS), save_distributed=True)
+    dcp.save(dict(tensors), storage_writer=writer, no_dist=not torch.distributed.is_initialized())
+
+
+def _allocate_optimizer_state(state: TrainState, stored: dict[str, Any]) -> None:
+    """Make room for the moments as they were stored: an optimizer that has not stepped has none to load into."""
+    state.optimizer.state.clear()
+    for name, parameter in state.model.named_parameters():
+        prefix = f"optimizer.{name}."
+        for key, metadata in stored.items():
+            if key.startswith(prefix) and "." not in key[len(prefix) :]:
+                shape, dtype = tuple(metadata.size), metadata.properties.dtype
+                like = parameter.detach() if shape == tuple(parameter.shape) else torch.empty(shape)
+                state.optimizer.state[parameter][key[len(prefix) :]] = torch.zeros_like(like, dtype=dtype)
+
+
+def _optimizer_scalars(state: TrainState) -> dict[str, dict[str, Any]]:
+    names = {parameter: name for name, parameter in state.model.named_parameters()}
+    return {
+        names[parameter]: {key: value for key, value in values.items() if not isinstance(value, torch.Tensor)}
+        for parameter, values in state.optimizer.state.items()
+    }
+
+
+def _restore_optimizer_scalars(state: TrainState, scalars: dict[str, dict[str, Any]]) -> None:
+    parameters = dict(state.model.named_parameters())
+    for name, values in scalars.items():
+        state.optimizer.state[parameters[name]].update(values)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

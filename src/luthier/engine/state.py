@@ -1,0 +1,48 @@
+"""TrainState: all that a training step reads and changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from luthier.engine.logprobs import Head
+
+
+@dataclass
+class Counters:
+    """What a run has done so far; part of every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps taken, skipped ones included."""
+    rows: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    skipped_steps: int = 0
+    """Steps whose loss or gradient was not finite."""
+
+
+@dataclass
+class TrainState:
+    """A model, its optimizer and what they have done.
+
+    `engine.build` makes it; `engine.step` is the only code that changes it.
+    """
+
+    model: Any
+    """A Transformers model with adapters in place."""
+    optimizer: torch.optim.Optimizer
+    head: Head
+    """How hidden states become log-probabilities."""
+    device: torch.device
+    counters: Counters = field(default_factory=Counters)
+    packing: bool = True
+    """Whether several documents may stand in one microbatch (False where the architecture mixes them)."""
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Parameters that train, by full name; a tied one once."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}

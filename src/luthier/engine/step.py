@@ -1,0 +1,110 @@
+"""The training step. There is no other one: the recipes, the API and the jobs all call these two functions.
+
+`forward_backward` adds the gradient of one microbatch to what is there; `optim_step` turns the sum into new weights.
+Both return what they measured and decide nothing about what is printed, saved or skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from luthier.batch import Batch
+from luthier.engine.state import TrainState
+from luthier.hf.forward import hidden_states
+from luthier.parallel.norm import gradient_norm, scale_gradients
+
+LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]
+"""loss(logprobs [T], batch) -> scalar. `logprobs` holds log p(target) where the batch's weight is not 0, else 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackward:
+    """What one microbatch gave.
+
+    Attributes:
+        loss: scalar, the sum of weight x (-log p(target)), or what a loss function of one's own returned.
+        logprobs: [T] log-probabilities of the targets, fp32 or wider; 0 where the weight is 0.
+    """
+
+    loss: torch.Tensor
+    logprobs: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStep:
+    """What an optimizer step did.
+
+    Attributes:
+        gradient_norm: 2-norm of all gradients together, before clipping.
+        applied: False when the norm was not finite: weights and moments are then as before, the gradients are gone.
+    """
+
+    gradient_norm: float
+    applied: bool
+
+
+def forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None = None) -> ForwardBackward:
+    """Run one microbatch forward and backward, adding its gradients to those already there.
+
+    The loss is a plain sum, so the weights of all microbatches of a step must together be normalised once, by the
+    weight of the whole global batch (`batch.scaled(1 / total)`); microbatches and ranks then just add up.
+    Positions of weight 0 never reach the head. A microbatch without trained positions adds exactly nothing.
+
+    Args:
+        state: whose model runs and whose gradients grow.
+        batch: one microbatch on any device.
+        loss: a loss of one's own; weighted cross-entropy when left out.
+    """
+    batch = batch.to(state.device)
+    chosen = batch.weights[0].nonzero().squeeze(-1)  # [n]
+    dtype = state.head.dtype
+    if chosen.numel() == 0:
+        zero = torch.zeros((), dtype=dtype, device=state.device)
+        return ForwardBackward(zero, torch.zeros(batch.tokens, dtype=dtype, device=state.device))
+    hidden = hidden_states(state.model, batch)[chosen]  # [n, hidden]
+    targets = batch.targets[0, chosen]  # [n]
+    if loss is None:
+        # The coefficients are known, so the head makes its gradient in the forward pass.
+        value, logprobs = state.head.cross_entropy(hidden, targets, batch.weights[0, chosen])
+        value.backward()
+        full = _scatter(logprobs, chosen, batch.tokens)
+    else:
+        # The coefficients come later, from the loss: the head keeps nothing and computes again in the backward pass.
+        full = _scatter(state.head.logprobs(hidden, targets), chosen, batch.tokens)
+        value = loss(full, batch)
+        value.backward()
+    return ForwardBackward(value.detach(), full.detach())
+
+
+def optim_step(
+    state: TrainState, *, learning_rate_factor: float = 1.0, max_gradient_norm: float | None = None
+) -> OptimStep:
+    """Clip, update, clear the gradients and count the step.
+
+    Args:
+        state: whose weights change.
+        learning_rate_factor: multiplies the configured learning rate of every parameter group (a schedule's value).
+        max_gradient_norm: gradients are scaled so that their norm is at most this; None for no clipping.
+    """
+    parameters = [p for p in state.model.parameters() if p.requires_grad]
+    norm = gradient_norm(parameters)
+    finite = bool(torch.isfinite(norm))
+    if finite:
+        if max_gradient_norm is not None and norm > max_gradient_norm:
+            scale_gradients(parameters, max_gradient_norm / norm)
+        for group in state.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * learning_rate_factor
+        state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.counters.step += 1
+    if not finite:
+        state.counters.skipped_steps += 1
+    return OptimStep(float(norm), finite)
+
+
+def _scatter(values: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+    """[n] values at `positions` of a zero [length] tensor, differentiable in the values."""
+    return torch.zeros(length, dtype=values.dtype, device=values.device).index_put((positions,), values)

@@ -1,0 +1,172 @@
+"""Commit by rename, pruning, and exact round trips of what a checkpoint holds."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from luthier.engine import randomness
+from luthier.engine.checkpoint import Checkpointer, check_unchanged, committed
+from luthier.engine.state import TrainState
+from luthier.errors import CheckpointError
+
+
+def small_state(seed: int, dtype: torch.dtype = torch.float32) -> TrainState:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3)).to(dtype)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype)
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return TrainState(model=model, optimizer=optimizer, head=None, device=torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def take_steps(state: TrainState, count: int) -> None:
+    for _ in range(count):
+        state.model(torch.randn(5, 4)).square().mean().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.counters.step += 1
+        state.counters.tokens += 5
+
+
+def everything(state: TrainState) -> dict[str, Any]:
+    moments = [values[key] for values in state.optimizer.state.values() for key in sorted(values)]
+    return {"weights": [p.detach().clone() for p in state.model.parameters()], "moments": moments}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("trainable_only", [True, False])
+def test_a_resumed_run_ends_bit_equal_to_an_unbroken_one(
+    tmp_path: Path, asynchronous: bool, trainable_only: bool
+) -> None:
+    randomness.seed_everything(3)
+    whole = small_state(1)
+    take_steps(whole, 6)
+
+    randomness.seed_everything(3)
+    first = small_state(1)
+    take_steps(first, 3)
+    writer = Checkpointer(tmp_path, asynchronous=asynchronous, trainable_only=trainable_only)
+    writer.save(first, {"loader": {"row": 15}})
+    take_steps(first, 2)  # goes on while the checkpoint is being written: must not leak into it
+    writer.wait()
+
+    randomness.seed_everything(99)
+    second = small_state(1 if trainable_only else 2)
+    reader = Checkpointer(tmp_path, trainable_only=trainable_only)
+    latest = reader.latest()
+    assert latest is not None and latest.name == "step-000003"
+    record = reader.load(second, latest)
+    assert record["loader"] == {"row": 15}
+    assert second.counters.step == 3 and second.counters.tokens == 15
+    take_steps(second, 3)
+    for key, values in everything(whole).items():
+        for expected, seen in zip(values, everything(second)[key], strict=True):
+            assert torch.equal(expected, seen), key
+
+
+def test_moments_keep_their_dtype_beside_bf16_weights(tmp_path: Path) -> None:
+    first = small_state(1, torch.bfloat16)
+    parameter = first.model[0].bias
+    first.optimizer.state[parameter] = {"exp_avg": torch.randn(8), "step": torch.tensor(7.0), "count": 4}
+    Checkpointer(tmp_path).save(first, {})
+    writer = Checkpointer(tmp_path / "other")
+    writer.save(first, {})
+    writer.wait()
+    second = small_state(2, torch.bfloat16)
+    Checkpointer(tmp_path / "other").load(second, tmp_path / "other" / "step-000000")
+    state = second.optimizer.state[second.model[0].bias]
+    assert state["exp_avg"].dtype == torch.float32
+    assert torch.equal(state["exp_avg"], first.optimizer.state[parameter]["exp_avg"])
+    assert state["step"].item() == 7.0 and state["count"] == 4
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    state = small_state(1)
+    writer = Checkpointer(tmp_path, keep=2, asynchronous=False)
+    for score in [3.0, 1.0, 2.0, 4.0, 5.0]:
+        take_steps(state, 1)
+        writer.save(state, {}, score=score)
+    assert [path.name for path in committed(tmp_path)] == ["step-000002", "step-000004", "step-000005"]
+
+
+def test_half_written_checkpoints_are_never_taken(tmp_path: Path) -> None:
+    state = small_state(1)
+    writer = Checkpointer(tmp_path, asynchronous=False)
+    take_steps(state, 1)
+    writer.save(state, {})
+    (tmp_path / ".writing-step-000009").mkdir()
+    (tmp_path / "step-000010.tmp").mkdir()
+    again = Checkpointer(tmp_path)
+    latest = again.latest()
+    assert latest is not None and latest.name == "step-000001"
+    assert not (tmp_path / ".writing-step-000009").exists()
+
+
+def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    state = small_state(1)
+    Checkpointer(tmp_path, asynchronous=False).save(state, {})
+    other = TrainState(
+        model=nn.Sequential(nn.Linear(4, 8)),
+        optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0),
+        head=None,  # type: ignore[arg-type]
+        device=torch.device("cpu"),
+    )
+    with pytest.raises(CheckpointError, match=r"other parameters \(for instance model\.2"):
+        Checkpointer(tmp_path).load(other, tmp_path / "step-000000")
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    state = small_state(1)
+    Checkpointer(tmp_path, asynchronous=False).save(state, {})
+    [tensors] = (tmp_path / "step-000000" / "tensors").glob("*.safetensors")
+    tensors.write_bytes(tensors.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="step-000000"):
+        Checkpointer(tmp_path).load(small_state(1), tmp_path / "step-000000")
+    (tmp_path / "step-000000" / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match="damaged"):
+        Checkpointer(tmp_path).load(small_state(1), tmp_path / "step-000000")
+
+
+def test_a_write_that_fails_is_told(tmp_path: Path) -> None:
+    writer = Checkpointer(tmp_path, asynchronous=True)
+    # A file where the tensors' directory should be: what a full or broken disk does, without filling one.
+    state = small_state(1)
+    original = Path.mkdir
+
+    def mkdir_with_obstacle(self: Path, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.name.startswith(".writing-"):
+            (self / "tensors").write_text("in the way")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "mkdir", mkdir_with_obstacle)
+        writer.save(state, {})
+    with pytest.raises(CheckpointError, match="could not be written"):
+        writer.wait()
+    assert writer.latest() is None
+
+
+def test_what_changed_is_said() -> None:
+    with pytest.raises(CheckpointError, match=r"data was 'a1' and is 'b2', train.rows_per_step was 8 and is 16"):
+        check_unchanged(
+            {"data": "a1", "train.rows_per_step": 8, "seed": 1},
+            {"data": "b2", "train.rows_per_step": 16, "seed": 1},
+            Path("step-000001"),
+        )
+
+
+def test_random_states_survive_json() -> None:
+    randomness.seed_everything(11)
+    random.gauss(0, 1), np.random.randn(3), torch.randn(5)
+    taken = json.loads(json.dumps(randomness.capture()))
+    expected = (random.random(), random.gauss(0, 1), np.random.randn(3).tolist(), torch.randn(4).tolist())
+    randomness.seed_everything(12)
+    randomness.restore(taken)
+    assert expected == (random.random(), random.gauss(0, 1), np.random.randn(3).tolist(), torch.randn(4).tolist())
