@@ -76,7 +76,9 @@ def document_mask(
     if kwargs.get("attention_mask") is None and _is_causal(mask_function, packed, device):
         return packed.channel(device)
     kwargs["allow_is_causal_skip"] = False
-    mask = sdpa_mask(batch_size=1, q_length=q_length, kv_length=kv_length, mask_function=mask_function, device=device, **kwargs)
+    mask = sdpa_mask(
+        batch_size=1, q_length=q_length, kv_length=kv_length, mask_function=mask_function, device=device, **kwargs
+    )
     assert mask is not None  # the skips are forbidden above
     index = packed.index(device)
     return packed.attach(mask & (index[:, None] == index[None, :]))

@@ -1,0 +1,231 @@
+"""Head and cross-entropy together, in chunks of positions: no [tokens, vocabulary] tensor is ever whole.
+
+| the coefficients are | the head is | use |
+| --- | --- | --- |
+| known | linear (with scale, cap, bias) | `streamed_cross_entropy`: one pass over the vocabulary, gradient made in the forward |
+| known | anything | `cross_entropy_from_logits`: chunks of logits, gradient made in the forward |
+| known only later (DPO, policy losses) | anything | `chunked_logprobs`: chunks of logits, made again in the backward |
+
+The softmax is in fp32, or float64 for float64. Positions of coefficient 0 never reach the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from luthier.losses.streaming import Gradients, LinearHead, stream
+
+DEFAULT_CHUNK = 512
+"""Positions at a time."""
+
+_TILE_CPU, _TILE_DEVICE = 2048, 16384
+"""Columns of the vocabulary at a time: on the CPU a tile of scores stays in the second-level cache."""
+
+LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
+"""[n, hidden] -> [n, vocabulary]."""
+
+
+def streamed_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    coefficients: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    chunk: int = DEFAULT_CHUNK,
+    tile: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of coefficient * -log p(target) for a linear head, with its gradient made on the way.
+
+    Args:
+        hidden: [n, hidden]; n may be 0.
+        weight: [vocabulary, hidden], in the dtype of hidden.
+        targets: int64 [n].
+        coefficients: [n], any sign and any float dtype; positions with 0 are left out.
+        bias: [vocabulary] or None.
+        scale: factor on the logits.
+        soft_cap: cap on the scaled logits, soft_cap * tanh(logits / soft_cap).
+        chunk: positions at a time; where the weight trains, chunk * vocabulary numbers are kept for a moment.
+        tile: columns of the vocabulary at a time; None = what suits the device.
+
+    Returns:
+        the loss, a scalar in float64, and the log-probabilities [n] in fp32 (float64 for float64), 0 at positions that
+        were left out. The loss has gradients for hidden, weight and bias; the log-probabilities have none.
+
+    >>> hidden = torch.zeros(2, 4, requires_grad=True)
+    >>> loss, logprobs = streamed_cross_entropy(hidden, torch.zeros(8, 4), torch.tensor([1, 2]), torch.tensor([1.0, 0.0]))
+    >>> round(loss.item(), 4), [round(x, 4) for x in logprobs.tolist()]
+    (2.0794, [-2.0794, 0.0])
+    """
+    inputs = [hidden, weight] if bias is None else [hidden, weight, bias]
+    wants = [torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs]
+    with torch.no_grad():
+        head = LinearHead(weight.detach(), None if bias is None else bias.detach(), scale, soft_cap)
+        rows = coefficients.nonzero()[:, 0]
+        chosen, chosen_targets, factors = hidden[rows], targets[rows], coefficients[rows]
+        chosen_gradient = torch.empty_like(chosen) if wants[0] else None
+        weight_gradient = torch.zeros_like(weight) if wants[1] else None
+        bias_gradient = torch.zeros_like(head.bias) if head.bias is not None and wants[2] else None
+        found = torch.zeros(len(targets), dtype=_wide(hidden), device=hidden.device)
+        width = tile or (_TILE_CPU if hidden.device.type == "cpu" else _TILE_DEVICE)
+        for start in range(0, len(rows), chunk):
+            here = slice(start, start + chunk)
+            part = None if chosen_gradient is None else chosen_gradient[here]
+            buffers = Gradients(part, weight_gradient, bias_gradient) if any(wants) else None
+            found[rows[here]] = stream(chosen[here], head, chosen_targets[here], factors[here], buffers, width)
+        loss = -_exact_sum(coefficients, found)
+        if not any(wants):
+            return loss, found
+        hidden_gradient = None
+        if chosen_gradient is not None:
+            hidden_gradient = torch.zeros_like(hidden).index_copy_(0, rows, chosen_gradient)
+    gradients = [hidden_gradient, weight_gradient, bias_gradient][: len(inputs)]
+    return _with_gradients(loss, inputs, gradients), found
+
+
+def cross_entropy_from_logits(
+    logits_fn: LogitsFunction,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    coefficients: torch.Tensor,
+    chunk: int = DEFAULT_CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of coefficient * -log p(target) for any head, with its gradient made on the way.
+
+    Args:
+        logits_fn: the model's own head, [n, hidden] -> [n, vocabulary]; what it reads and trains gets its gradient.
+        hidden: [n, hidden]; n may be 0.
+        targets: int64 [n].
+        coefficients: [n], any sign; positions with 0 are left out.
+        chunk: positions at a time.
+
+    Returns:
+        as `streamed_cross_entropy`.
+    """
+    training = torch.is_grad_enabled()
+    rows = coefficients.nonzero()[:, 0]
+    found = torch.zeros(len(targets), dtype=_wide(hidden), device=hidden.device)
+    hidden_gradient = torch.zeros_like(hidden) if training and hidden.requires_grad else None
+    leaves: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
+    for number, start in enumerate(range(0, max(len(rows), 1), chunk)):
+        # A batch without trained tokens sends one position of coefficient 0 through the head: gradients that exist and are 0.
+        here = rows[start : start + chunk] if len(rows) else torch.zeros(min(1, len(targets)), dtype=torch.int64)
+        piece = hidden.detach()[here].requires_grad_(hidden_gradient is not None)
+        with torch.set_grad_enabled(training):
+            logprobs = _logprobs(logits_fn(piece), targets[here])
+            loss = -_exact_sum(coefficients[here], logprobs)
+        if len(rows):
+            found[here] = logprobs.detach()
+        if not loss.requires_grad:
+            continue
+        if number == 0:
+            leaves = [leaf for leaf in _leaves(loss) if leaf is not piece]
+            sums = [torch.zeros_like(leaf) for leaf in leaves]
+        wanted = ([piece] if piece.requires_grad else []) + leaves
+        parts = list(torch.autograd.grad(loss, wanted, allow_unused=True))
+        if hidden_gradient is not None:
+            hidden_gradient[here] = cast(torch.Tensor, parts.pop(0))
+        for total, part in zip(sums, parts, strict=True):
+            if part is not None:
+                total += part
+    total_loss = -_exact_sum(coefficients, found)
+    return _with_gradients(total_loss, [hidden, *leaves], [hidden_gradient, *sums]), found
+
+
+def chunked_logprobs(
+    logits_fn: LogitsFunction, hidden: torch.Tensor, targets: torch.Tensor, chunk: int = DEFAULT_CHUNK
+) -> torch.Tensor:
+    """Log-probabilities of the targets, whose logits are made again in the backward pass.
+
+    Args:
+        logits_fn: the model's own head, [n, hidden] -> [n, vocabulary].
+        hidden: [n, hidden]; n may be 0.
+        targets: int64 [n].
+        chunk: positions at a time.
+
+    Returns:
+        [n] in fp32 (float64 for float64), with gradients for hidden and for everything that logits_fn reads and trains.
+    """
+    parts = []
+    for start in range(0, len(targets), chunk):
+        here = slice(start, start + chunk)
+        if torch.is_grad_enabled():
+            part = checkpoint(_logprobs_of, logits_fn, hidden[here], targets[here], use_reentrant=False)
+        else:
+            part = _logprobs_of(logits_fn, hidden[here], targets[here])
+        parts.append(cast(torch.Tensor, part))
+    if not parts:
+        return hidden.sum(1).to(_wide(hidden))
+    return torch.cat(parts)
+
+
+def _logprobs_of(logits_fn: LogitsFunction, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return _logprobs(logits_fn(hidden), targets)
+
+
+def _logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """[n] from logits [n, vocabulary]."""
+    return -torch.nn.functional.cross_entropy(logits.to(_wide(logits)), targets, reduction="none")
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of the softmax."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _exact_sum(coefficients: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """Sum of coefficient * log p in float64 where the device has it."""
+    exact = torch.float32 if logprobs.device.type == "mps" else torch.float64
+    return torch.dot(coefficients.to(exact), logprobs.to(exact))
+
+
+def _leaves(output: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a result's gradient flows to, in the order in which they are met."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[Any] = set()
+    stack: list[Any] = [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable
+        stack.extend(following for following, _ in node.next_functions)
+    return list(found.values())
+
+
+def _with_gradients(
+    loss: torch.Tensor, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """The loss as a function of inputs whose gradients are already known."""
+    known = [(tensor, gradient) for tensor, gradient in zip(inputs, gradients, strict=True) if gradient is not None]
+    if not known:
+        return loss
+    return cast(
+        torch.Tensor, _Known.apply(loss, *(tensor for tensor, _ in known), *(gradient for _, gradient in known))
+    )
+
+
+class _Known(torch.autograd.Function):
+    """Takes a loss, inputs, and as many gradients; hands the gradients on in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors[len(tensors) // 2 :])
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = ctx.saved_tensors
+        factor = grad_outputs[0]
+        if factor.device.type != "cpu" or factor.item() != 1.0:  # on the CPU a pass over dW saved is worth the look
+            gradients = tuple(gradient * factor.to(gradient.dtype) for gradient in gradients)
+        return None, *gradients, *(None for _ in gradients)
