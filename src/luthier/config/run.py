@@ -16,6 +16,7 @@ from luthier.config.sections import (
     GenerationConfig,
     LoraConfig,
     OptimizerConfig,
+    PathText,
     ReportConfig,
     ScheduleConfig,
     Section,
@@ -26,11 +27,11 @@ from luthier.config.sections import (
 class RunConfig(Section):
     """What a run is. `luthier train RUN/config.yaml` with the resolved config repeats it."""
 
-    model: str
+    model: PathText
     """A Hub id, a directory, a .gguf file, package:NAME/FILE, or debug:TYPE."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Another tokenizer than the model's, named as a model is."""
     from_scratch: bool = False
     """Random weights by the model's own initialisation instead of the pretrained ones."""
@@ -50,10 +51,10 @@ class RunConfig(Section):
     """The run directory: config.yaml, metrics.jsonl, log.txt, checkpoints/, export/."""
     seed: NonNegativeInt = 0
 
-    @field_validator("data", mode="before")
+    @field_validator("output")
     @classmethod
-    def _bare_path(cls, value: Any) -> Any:
-        return {"train": value} if isinstance(value, str | list) else value
+    def _home(cls, value: Path) -> Path:
+        return value.expanduser()
 
     @field_validator("optimizer", mode="before")
     @classmethod

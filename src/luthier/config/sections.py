@@ -1,10 +1,13 @@
-"""A pydantic model for each key of a run's YAML. Names are a user's words; everything but model and data has a default."""
+"""A pydantic model for each key of a run's YAML, in a user's words; everything but model and data has a default."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import os.path
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -18,6 +21,8 @@ from pydantic import (
 )
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""Text that may name a file: a leading `~` is the home directory; relative paths start at the working directory."""
 
 
 class Section(BaseModel):
@@ -25,15 +30,25 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=False, validate_default=True, use_attribute_docstrings=True)
 
+    shorthand: ClassVar[str | None] = None
+    """The key that is meant when a bare text or list stands where this section is expected."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _long_form(cls, value: Any) -> Any:
+        return {cls.shorthand: value} if cls.shorthand and isinstance(value, str | list) else value
+
 
 def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str | dict) or isinstance(value, Section) else value
+    return [value] if isinstance(value, str | dict | Section) else value
 
 
 class SourceConfig(Section):
-    """Where rows come from, and how to read them."""
+    """Where rows come from, and how to read them. A bare path means `{path: ...}`."""
 
-    path: str
+    shorthand = "path"
+
+    path: PathText
     """A file (jsonl, json, csv, parquet, arrow, txt; also .gz, .zst), a directory, a glob, or hf://owner/name."""
     subset: str | None = None
     """The configuration of a Hub data set."""
@@ -61,7 +76,9 @@ Sources = Annotated[list[SourceConfig], BeforeValidator(_one_or_many), Field(min
 
 
 class DataConfig(Section):
-    """What is trained on and measured on. A bare path (`data: rows.jsonl`) means `data: {train: {path: rows.jsonl}}`."""
+    """What is trained on and measured on. `data: rows.jsonl` means `data: {train: {path: rows.jsonl}}`."""
+
+    shorthand = "train"
 
     train: Sources | None = None
     """One source or several mixed by weight."""
@@ -85,14 +102,8 @@ class DataConfig(Section):
     """Rows held for shuffling while streaming."""
     cache: bool = True
     """Keep tokenised rows by content (under LUTHIER_CACHE, else the user's cache directory)."""
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """A Jinja file used instead of the tokenizer's own chat template."""
-
-    @field_validator("train", "validation", mode="before")
-    @classmethod
-    def _paths(cls, value: Any) -> Any:
-        many = _one_or_many(value)
-        return [{"path": item} if isinstance(item, str) else item for item in many] if isinstance(many, list) else many
 
     @model_validator(mode="after")
     def _one_way_to_hold_out(self) -> DataConfig:
@@ -119,7 +130,7 @@ class LoraConfig(Section):
     """Modules trained in full beside the adapters, by name or regular expression."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the adapters; the base weight's when left out."""
-    start_from: str | None = None
+    start_from: PathText | None = None
     """A directory with PEFT files (adapter_config.json, adapter_model.safetensors) to go on from."""
 
 
@@ -217,7 +228,7 @@ class PiecewiseSchedule(_ScheduleBase):
     @field_validator("points")
     @classmethod
     def _rising(cls, value: list[tuple[float, float]]) -> list[tuple[float, float]]:
-        if any(right[0] <= left[0] for left, right in zip(value, value[1:], strict=False)):
+        if any(right[0] <= left[0] for left, right in pairwise(value)):
             raise ValueError("the steps of points must rise")
         return value
 
