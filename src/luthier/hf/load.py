@@ -1,0 +1,320 @@
+"""A model made ready on the meta device, then filled from its checkpoint by Transformers' own loader.
+
+Transformers builds the model without memory, `prepare` changes it (adapters, parallelism), and each weight is read
+straight into its place. So the peak is the model's own size, whatever is done to it before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers import initialization as init
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils import logging as transformers_logging
+
+from luthier.errors import ModelError
+from luthier.hf import attention as luthier_attention
+from luthier.hf.source import ModelSource, explain, fetch, load_config
+from luthier.hf.weights import open_weights, same_bits
+
+Prepare = Callable[[PreTrainedModel], None]
+"""Changes a model in place while it is on meta; what it adds is left for the caller to initialise."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Loading:
+    """What the hooks of one load need to know and find out."""
+
+    weights: dict[str, Any]
+    prepare: Prepare | None
+    seed: int
+    from_scratch: bool
+    own_keys: set[str] = field(default_factory=set)
+    trainable: dict[str, bool] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
+    unexpected: set[str] = field(default_factory=set)
+    mismatched: set[tuple[str, Any, Any]] = field(default_factory=set)
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    device: torch.device | str = "cpu",
+    attention: str | None = None,
+    prepare: Prepare | None = None,
+    from_scratch: bool = False,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    config: PreTrainedConfig | None = None,
+) -> PreTrainedModel:
+    """Load a causal language model, in evaluation mode.
+
+    Args:
+        source: where it comes from.
+        dtype: of weights and arithmetic: fp32, bf16 or fp64, or the torch dtype.
+        device: where the weights go.
+        attention: an attention implementation of Transformers; "luthier" wherever the architecture admits it when left
+            out.
+        prepare: called with the model on meta, before any weight is read. `requires_grad` set by it is kept.
+        from_scratch: random weights by the model's own initialisation; each module's are drawn from the seed and the
+            module's name, so they do not depend on what else is in the model or where it lies.
+        seed: of random weights.
+        trust_remote_code: run Python code that the repository brings along.
+        config: used instead of the model's own (which is otherwise loaded here).
+
+    Returns:
+        the model, tied weights aliased, nothing left on meta.
+
+    Raises:
+        ModelError: the model cannot be found or built, or its checkpoint does not fit it; weights are named.
+    """
+    wanted = DTYPES[dtype] if isinstance(dtype, str) else dtype
+    own = config if config is not None else load_config(source, trust_remote_code=trust_remote_code)
+    if getattr(own, "quantization_config", None) is not None and not source.gguf_file:
+        remedy = "name the unquantised model"
+        raise ModelError(f"{source.name} holds quantised weights, which cannot be trained", where="model", remedy=remedy)
+    base = model_class(source, own, trust_remote_code=trust_remote_code)
+    scratch = from_scratch or source.kind == "debug"
+    with ExitStack() as stack:
+        stack.enter_context(_quiet())
+        weights: dict[str, Any] = {}
+        if not scratch and not source.gguf_file:
+            weights = stack.enter_context(open_weights(fetch(source, weights=True)))
+        loading = _Loading(weights, prepare, seed, scratch)
+        arguments: dict[str, Any] = {"config": own, "dtype": wanted, "distributed_config": DistributedConfig()}
+        if torch.device(device).type != "cpu":
+            arguments["device_map"] = {"": torch.device(device)}
+        if (chosen := attention or _default_attention(base)) is not None:
+            arguments["attn_implementation"] = chosen
+        if wanted == torch.float64 and base._can_set_experts_implementation():
+            arguments["experts_implementation"] = "eager"  # grouped matrix products refuse float64
+        if source.gguf_file and not scratch:
+            arguments |= {"gguf_file": source.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+            location = source.location
+        else:
+            arguments["state_dict"] = weights
+            location = None
+        try:
+            model: PreTrainedModel = _hooked(base, loading).from_pretrained(location, **arguments)
+        except ModelError:
+            raise
+        except Exception as error:
+            if loading.mismatched:
+                raise _mismatch(source, loading) from error
+            raise explain(source, error, "the model") from error
+    model.__class__ = base
+    _finish(model, source, loading)
+    return model
+
+
+def model_class(source: ModelSource, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> type[PreTrainedModel]:
+    """The class that Transformers would build for a causal language model with this config.
+
+    Raises:
+        ModelError: the type is no causal language model.
+    """
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if isinstance(found, list | tuple):
+            named = {cls.__name__: cls for cls in found}
+            found = next((named[name] for name in config.architectures or [] if name in named), found[0])
+        return found  # type: ignore[no-any-return]
+    reference = (getattr(config, "auto_map", None) or {}).get(AutoModelForCausalLM.__name__)
+    if reference is not None and trust_remote_code:
+        return get_class_from_dynamic_module(reference, source.location, **source.hub_arguments)  # type: ignore[no-any-return]
+    raise ModelError(
+        f"{source.name} is of type {config.model_type!r}, which is no causal language model",
+        where="model",
+        remedy="choose a model that writes text from left to right",
+    )
+
+
+def build_on_meta(source: ModelSource, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model without its numbers, from the config alone: for estimates and for asking about its anatomy."""
+    cls = model_class(source, config, trust_remote_code=trust_remote_code)
+    with _quiet(), torch.device("meta"), init.no_tie_weights(), init.meta_device_safe_creation_ops():
+        return cls(config)
+
+
+def _default_attention(cls: type[PreTrainedModel]) -> str | None:
+    """ "luthier", or None for architectures that look up no attention by name."""
+    if not cls._can_set_attn_implementation() or not cls._supports_attention_backend:
+        return None
+    return luthier_attention.register_attention()
+
+
+def _hooked(base: type[PreTrainedModel], loading: _Loading) -> type[PreTrainedModel]:
+    """A subclass that lets us in between building and loading.
+
+    It carries the base's name and module: Transformers reads the module's source to see which attention it may set.
+    """
+
+    def prepare_distribute_model(cls: Any, config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
+        return config, device_map, None
+
+    def maybe_distribute_model(cls: Any, model: PreTrainedModel, config: Any, mesh: Any) -> PreTrainedModel:
+        if hasattr(model.config, "distributed_config"):
+            del model.config.distributed_config  # ours was empty, and must not reach an exported config.json
+        loading.own_keys = set(model.state_dict())
+        if loading.weights:
+            _untie_what_differs(model, loading.weights)
+        if loading.prepare is not None:
+            loading.prepare(model)
+        loading.trainable = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+        return model
+
+    def initialize_weights(self: PreTrainedModel) -> None:
+        initialise(self, loading.seed)
+
+    def finalize(model: PreTrainedModel, load_config: Any, info: Any) -> Any:
+        loading.mismatched = set(info.mismatched_keys)
+        info = base._finalize_model_loading(model, load_config, info)
+        loading.missing, loading.unexpected = set(info.missing_keys), set(info.unexpected_keys)
+        return info
+
+    members = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "prepare_distribute_model": classmethod(prepare_distribute_model),
+        "maybe_distribute_model": classmethod(maybe_distribute_model),
+        "initialize_weights": initialize_weights,
+        "_finalize_model_loading": staticmethod(finalize),
+    }
+    return type(base.__name__, (base,), members)
+
+
+def initialise(model: PreTrainedModel, seed: int) -> None:
+    """The model's own initialisation of everything that no checkpoint gave, each module from its own random stream.
+
+    A stream depends on the seed and the module's name alone, so a model cut into stages or shards, or with adapters in
+    it, starts from the same weights as the whole one.
+    """
+
+    def walk(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
+        for child_name, child in module.named_children():
+            inner = child if isinstance(child, PreTrainedModel) else owner
+            walk(child, f"{name}.{child_name}" if name else child_name, inner)
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        owner._initialize_weights(module, custom)
+
+    custom = model.is_custom_code()
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.no_grad(), torch.random.fork_rng(devices=sorted(i for i in devices if i is not None)):
+        init.guard_torch_init_functions()(walk)(model, "", model)
+
+
+def _untie_what_differs(model: PreTrainedModel, weights: dict[str, Any]) -> None:
+    """Untie, before anything is prepared, weights that the config calls tied and the checkpoint holds twice, differing."""
+    tied = dict(model.all_tied_weights_keys)
+    if not tied:
+        return
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    state = model.state_dict()
+    ends = {name.rpartition(".")[2] for pair in tied.items() for name in pair}
+    found: dict[str, str] = {}
+    for key in weights:
+        if key.rpartition(".")[2] in ends:
+            found[rename_source_key(key, renamings, converters, model.base_model_prefix, state)[0]] = key
+    for target, owner in tied.items():
+        if target in found and owner in found and not same_bits(weights[found[target]], weights[found[owner]]):
+            model.all_tied_weights_keys.pop(target)
+            model.config.tie_word_embeddings = False
+            _log.warning(
+                "config.json calls %s and %s tied, but the checkpoint holds two different ones: they are kept apart",
+                target,
+                owner,
+            )
+
+
+def _finish(model: PreTrainedModel, source: ModelSource, loading: _Loading) -> None:
+    """Check that the checkpoint filled the model, and put back what loading changed."""
+    if loading.mismatched:
+        raise _mismatch(source, loading)
+    added = set(loading.trainable) - loading.own_keys
+    missing = sorted(loading.missing & loading.own_keys)
+    if missing and not loading.from_scratch:
+        remedy = "is the checkpoint complete, and of this model? If a head is missing and the embedding serves as one, "
+        remedy += "set tie_word_embeddings to true in config.json"
+        raise ModelError(f"{_names(missing)} not in the checkpoint of {source.name}", where="model", remedy=remedy)
+    unexpected = sorted(loading.unexpected)
+    if unexpected and not source.gguf_file:
+        remedy = "is this checkpoint of this model? A wrong architecture in config.json would show so"
+        raise ModelError(f"{_names(unexpected)} in the checkpoint but not in the model", where="model", remedy=remedy)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter.requires_grad_(loading.trainable.get(name, True))
+    left = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    assert not left, f"still on meta: {left}"
+    for target, owner in model.all_tied_weights_keys.items():
+        assert model.get_parameter(target) is model.get_parameter(owner), f"{target} is not {owner}"
+    model.config._name_or_path = source.location
+    for name in ("quantization_config",):
+        if getattr(model.config, name, None) is not None and source.gguf_file:
+            delattr(model.config, name)
+    if source.kind in ("directory", "hub") and model.can_generate():
+        model.generation_config = _generation_config(source, model)
+    if added:
+        _log.debug("%d parameters were added to %s and are left to be initialised", len(added), source.name)
+
+
+def _mismatch(source: ModelSource, loading: _Loading) -> ModelError:
+    name, found, expected = sorted(loading.mismatched, key=lambda item: item[0])[0]
+    more = f" (and {len(loading.mismatched) - 1} more)" if len(loading.mismatched) > 1 else ""
+    what = f"{name} is {list(found)} in the checkpoint of {source.name} and {list(expected)} by its config{more}"
+    return ModelError(what, where="model", remedy="config.json and the weights must be of one model")
+
+
+def _names(keys: list[str]) -> str:
+    shown = ", ".join(keys[:3])
+    rest = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return f"{shown}{rest} {'is' if len(keys) == 1 else 'are'}"
+
+
+def _generation_config(source: ModelSource, model: PreTrainedModel) -> GenerationConfig:
+    directory = fetch(source, weights=False)
+    if (directory / "generation_config.json").is_file():
+        try:
+            return GenerationConfig.from_pretrained(str(directory))
+        except Exception as error:
+            raise explain(source, error, "generation_config.json") from error
+    assert model.generation_config is not None  # Transformers makes one from the config
+    return model.generation_config
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Our own sentences instead of Transformers' tables and bars; what fails still raises."""
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
