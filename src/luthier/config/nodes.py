@@ -39,6 +39,14 @@ class _Dumper(yaml.SafeDumper):
     """Quotes whatever YAML 1.1 or 1.2 would read as something else than text."""
 
 
+def _text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
+    # Only double quotes have escapes for the line breaks that YAML would fold.
+    style = '"' if set(value) & set("\r\x85\u2028\u2029") else None
+    return dumper.represent_scalar(_PREFIX + "str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
 for _tag, _pattern, _first in (
     ("null", re.compile(r"~|null|Null|NULL|"), ["~", "n", "N", ""]),
     ("bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF")),

