@@ -1,0 +1,140 @@
+"""Format `chat`: conversations, rendered by the chat template; assistant turns train, with the tokens that end them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from luthier.batch import Sample
+from luthier.config.sections import SourceConfig
+from luthier.data.formats.base import Row, Samples
+from luthier.data.formats.messages import message_weights, read_messages, read_tools, says_something
+from luthier.data.mask import Masker
+from luthier.data.report import BadRow
+from luthier.hf.render import Encoder, Tokenizer
+
+MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
+
+
+class ChatFormat:
+    """Rows with a list of messages, and perhaps a column `tools`.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or one that ends no turn.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, source: SourceConfig) -> None:
+        self._turns = Conversations(tokenizer)
+        self._source = source
+        self.stop_ids = self._turns.stop_ids
+
+    def __call__(self, row: Row) -> Samples:
+        column = self._source.column or next((name for name in MESSAGE_COLUMNS if name in row), "messages")
+        if column not in row:
+            seen = ", ".join(str(name) for name in row) or "none"
+            raise BadRow(f"there is no column {column!r} (columns: {seen})", reason=f"column {column!r} is missing")
+        messages = read_messages(row[column], column)
+        tools = read_tools(row.get("tools"), "tools")
+        return self._turns.sample(
+            with_system(messages, row.get("system") or self._source.system_prompt),
+            tools,
+            message_weights(messages),
+            self._source.train_on_input,
+        )
+
+
+class Conversations:
+    """Messages to samples: what formats `chat` and `instruct` share.
+
+    Attributes:
+        stop_ids: tokens that ended a trained turn so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._masker = Masker(Encoder(tokenizer))
+        self.stop_ids: set[int] = set()
+
+    def sample(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[Any] | None,
+        weights: Sequence[float],
+        train_on_input: bool,
+    ) -> Sample | None:
+        """The sample of a conversation; None if no assistant says anything in it.
+
+        Args:
+            messages: the conversation; a system message that was put in front may be missing from `weights`.
+            tools: tool descriptions for the template.
+            weights: weight of each message, from the last one backwards.
+            train_on_input: train on all turns.
+
+        Raises:
+            BadRow: it cannot be rendered, tools would be lost, or the trained tokens cannot be told.
+        """
+        heard = [message for message in messages if message["role"] != "system"]
+        silent = not any(says_something(message) for message in messages if message["role"] == "assistant")
+        if not heard or (silent and any(message["role"] == "assistant" for message in messages)):
+            return None
+        counted = [1.0] * (len(messages) - len(weights)) + list(weights)
+        # an assistant turn without a word would teach the model to stop at once
+        counted = [
+            0.0 if message["role"] == "assistant" and not says_something(message) else weight
+            for message, weight in zip(messages, counted, strict=True)
+        ]
+        shown = self._renderable(messages, tools)
+        self._refuse_lost_tools(shown, tools)
+        masked = self._masker(shown, tools, counted, train_on_input)
+        self.stop_ids |= masked.stops
+        return Sample.from_ids(masked.ids, masked.weights) if len(masked.ids) > 1 else None
+
+    def _renderable(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None
+    ) -> Sequence[Mapping[str, Any]]:
+        """The messages with null contents (beside tool calls) as the template takes them: null, else empty."""
+        if all(message["content"] is not None for message in messages):
+            return messages
+        filled = [{**m, "content": ""} if m["content"] is None else m for m in messages]
+        try:
+            text = self._masker.text(messages, tools)
+        except BadRow:
+            return filled
+        # some templates print the word None for a null content
+        return messages if "None" not in text or "None" in self._masker.text(filled, tools) else filled
+
+    def _refuse_lost_tools(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> None:
+        text = self._masker.text(messages, tools) if tools else ""
+        if tools and text == self._masker.text(messages, None):
+            raise _lost("tools")
+        for index, message in enumerate(messages):
+            if message.get("tool_calls"):
+                without = [{k: v for k, v in m.items() if k != "tool_calls" or m is not message} for m in messages]
+                without[index]["content"] = message["content"] or ""
+                try:
+                    same = self._masker.text(messages, tools) == self._masker.text(without, tools)
+                except BadRow:
+                    same = False  # a template that insists on the call does not lose it
+                if same:
+                    raise _lost("tool_calls")
+                break
+
+
+def with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
+    """The messages with a system message in front, unless they have one or there is nothing to say.
+
+    Raises:
+        BadRow: the system prompt is no text.
+    """
+    if system is not None and not isinstance(system, str):
+        raise BadRow("the system prompt is no text", reason="messages that cannot be read")
+    if not system or not messages or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _lost(what: str) -> BadRow:
+    return BadRow(
+        f"the chat template does not render {what}, so they would be lost",
+        reason=f"{what} that the chat template does not render",
+        remedy="name a template that does (data.chat_template)",
+    )

@@ -1,0 +1,127 @@
+"""Rows to samples: read, format, fit; faults become errors or counts. Every way to the samples of a source is this one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from luthier.batch import Sample
+from luthier.config.sections import DataConfig, SourceConfig
+from luthier.data.formats import Format, detect, make_format
+from luthier.data.formats.random import random_rows
+from luthier.data.length import fit
+from luthier.data.report import BadRow, DataReport
+from luthier.data.sources import Origin, RawRow, read_rows
+from luthier.errors import DataError, UserError
+from luthier.hf.render import Tokenizer
+
+Progress = Callable[[int, int | None], None]
+"""Called with rows done, and rows in all where that is known."""
+
+_PEEKED = 32
+
+
+@dataclass(slots=True)
+class SourceReader:
+    """One source with its format: raw rows come out of `rows`, and `samples` turns one into samples.
+
+    Attributes:
+        source: the source.
+        data: length and fault policies.
+        tokenizer: for the format.
+        files: its files, where they have been found already.
+        loaded: its `datasets` object, where it has been loaded already.
+        report: what became of the rows.
+    """
+
+    source: SourceConfig
+    data: DataConfig
+    tokenizer: Tokenizer
+    files: list[Path] | None = None
+    loaded: Any = None
+    report: DataReport = field(default_factory=DataReport)
+    _format: Format | None = None
+
+    def rows(self) -> Iterator[RawRow]:
+        """All rows from the start, bad ones among them.
+
+        Raises:
+            DataError: the source cannot be read, holds no rows, or its format cannot be told.
+        """
+        if self.source.format == "random":
+            numbered = (
+                (row, Origin("random", row["number"] + 1, "row")) for row in random_rows(self.source)
+            )
+            self._make("random")
+            yield from numbered
+            return
+        rows = read_rows(self.source, self.files, self.loaded)
+        first = list(itertools.islice(rows, _PEEKED))
+        if not first:
+            raise DataError("no rows", where=_names(self.source, self.files))
+        if self._format is None:
+            # the first rows together, since the very first may be the one that lacks a column
+            columns = dict.fromkeys(name for row, _ in first if not isinstance(row, BadRow) for name in row)
+            if columns or self.source.format is not None:
+                self._make(self.source.format or detect(columns, self.source))
+        yield from itertools.chain(first, rows)
+
+    def samples(self, raw: RawRow) -> list[Sample]:
+        """What a row is trained on as; nothing for a row that is empty, left out or skipped.
+
+        Raises:
+            DataError: the row cannot be used (on_bad_row: raise), or is too long (too_long: raise).
+        """
+        row, origin = raw
+        self.report.read += 1
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            made = self._made(row)
+        except BadRow as fault:
+            placed = fault.at(str(origin))
+            if self.data.on_bad_row == "raise":
+                raise placed from fault.__cause__
+            self.report.skip(placed)
+            return []
+        samples = made if isinstance(made, list) else [made] if made is not None else []
+        samples = [replace(sample, origin=str(origin)) for sample in samples if len(sample)]
+        if not samples:
+            self.report.empty += 1
+            self.report.note("empty", str(origin))
+        longest, policy = self.data.sequence_length, self.data.too_long
+        return [piece for sample in samples for piece in fit(sample, longest, policy, self.report)]
+
+    @property
+    def stop_ids(self) -> set[int]:
+        """Tokens that ended what the model is to say, in the rows seen so far."""
+        return set(getattr(self._format, "stop_ids", ()))
+
+    def _made(self, row: dict[str, Any]) -> Sample | list[Sample] | None:
+        if self._format is None:
+            # every row that told the columns was bad
+            self._make(detect(row, self.source))
+        assert self._format is not None
+        try:
+            return self._format(row)
+        except BadRow:
+            raise
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            what = f"a text holds half of a surrogate pair ({half}), which is no character"
+            raise BadRow(what, reason="half of a surrogate pair") from error
+        except UserError as error:
+            raise BadRow(error.what, reason=error.what, remedy=error.remedy) from error
+        except ValueError as error:
+            raise BadRow(f"the format refuses the row ({error})", reason="refused by the format") from error
+
+    def _make(self, name: str) -> None:
+        if self._format is None:
+            self._format = make_format(name, self.tokenizer, self.source)
+
+
+def _names(source: SourceConfig, files: list[Path] | None) -> str:
+    return str(files[0]) if files is not None and len(files) == 1 else source.path

@@ -1,0 +1,92 @@
+"""JSON and JSON lines, read verbatim: integers of any size, and no key that a row does not have itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from luthier.data.report import BadRow
+from luthier.data.sources.lines import lines, whole_text
+from luthier.data.sources.origin import Origin
+from luthier.errors import DataError
+
+_BLANK = re.compile(r"[ \t\r\n]*")
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
+    """A row a line; blank lines are none. A line that is no JSON object comes as a BadRow."""
+    for number, line in lines(path):
+        origin = Origin(str(path), number)
+        if isinstance(line, BadRow):
+            yield line, origin
+        elif line.strip():
+            yield _parse(line), origin
+
+
+def _parse(line: str) -> dict[str, Any] | BadRow:
+    try:
+        return _checked(json.loads(line))
+    except json.JSONDecodeError as error:
+        return BadRow(f"is not JSON: {_reason(error)} at column {error.colno}", reason="not JSON")
+    except (RecursionError, ValueError) as error:
+        return BadRow(f"is not JSON that can be read: {error}", reason="not JSON")
+
+
+def read_json(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
+    """A list of objects, or objects one after the other.
+
+    Raises:
+        DataError: the file is not JSON; names the line.
+    """
+    text = whole_text(path)
+    decoder = json.JSONDecoder()
+    place, line, counted = _skip(text, 0), 1, 0
+    in_list = text[place : place + 1] == "["
+    if in_list:
+        place = _skip(text, place + 1)
+    first = True
+    while place < len(text) and not (in_list and text[place] == "]"):
+        if in_list and not first:
+            if text[place] != ",":
+                raise _broken(path, text, place, "a comma or ] is missing")
+            place = _skip(text, place + 1)
+        line += text.count("\n", counted, place)
+        counted = place
+        try:
+            value, end = decoder.raw_decode(text, place)
+        except json.JSONDecodeError as error:
+            raise _broken(path, text, error.pos, _reason(error)) from error
+        except (RecursionError, ValueError) as error:
+            raise _broken(path, text, place, str(error)) from error
+        yield _checked(value), Origin(str(path), line)
+        place, first = _skip(text, end), False
+    if in_list:
+        if place >= len(text):
+            raise _broken(path, text, place, "the list is not closed")
+        rest = _skip(text, place + 1)
+        if rest < len(text):
+            raise _broken(path, text, rest, "something follows the list")
+
+
+def _checked(value: Any) -> dict[str, Any] | BadRow:
+    if isinstance(value, dict):
+        return value
+    kind = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}.get(type(value), "a number")
+    return BadRow(f"is {kind}, where an object with columns belongs", reason="not an object")
+
+
+def _skip(text: str, place: int) -> int:
+    blank = _BLANK.match(text, place)
+    return blank.end() if blank else place
+
+
+def _broken(path: Path, text: str, place: int, reason: str) -> DataError:
+    line = text.count("\n", 0, place) + 1
+    return DataError(f"is not JSON: {reason}", where=f"{path}:{line}")
+
+
+def _reason(error: json.JSONDecodeError) -> str:
+    return error.msg[:1].lower() + error.msg[1:]

@@ -1,0 +1,94 @@
+"""Lines of a text file, compressed or not: bytes are told from text here, and nowhere else."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import pyarrow
+
+from luthier.data.report import BadRow
+from luthier.errors import DataError
+
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_ICONV = "convert it with iconv -f {} -t utf-8, or leave such rows out with data.on_bad_row: skip"
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, decompressed.
+
+    Raises:
+        DataError: it cannot be opened or decompressed; also while the block reads.
+    """
+    try:
+        with path.open("rb") as raw:
+            suffix = path.suffix.lower()
+            if suffix == ".gz":
+                yield cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+            elif suffix == ".zst":
+                unpacked = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+                yield cast(BinaryIO, io.BufferedReader(unpacked))
+            else:
+                yield raw
+    except (EOFError, gzip.BadGzipFile, zlib.error, pyarrow.ArrowException) as error:
+        raise DataError("is damaged or not compressed as its suffix says", where=str(path)) from error
+    except OSError as error:
+        # Arrow reports a broken stream as an OSError without a number
+        reason = error.strerror or "damaged, or not compressed as its suffix says"
+        raise DataError(f"cannot be read ({reason})", where=str(path)) from error
+
+
+def lines(path: Path) -> Iterator[tuple[int, str | BadRow]]:
+    """(line number from 1, text with its line end) of every line; only a line feed ends a line.
+
+    A byte-order mark is taken away. U+2028 and other separators of Unicode stay inside the text. A line that is not
+    UTF-8 comes as a BadRow, so that the reader can go on after it.
+
+    Raises:
+        DataError: the file cannot be read, or is UTF-16.
+    """
+    with opened(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            if number == 1:
+                if line.startswith(_UTF16):
+                    remedy = "convert it with iconv -f utf-16 -t utf-8"
+                    raise DataError("is UTF-16, not UTF-8", where=str(path), remedy=remedy)
+                line = line.removeprefix(codecs.BOM_UTF8)
+            try:
+                yield number, line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                byte = line[error.start]
+                yield (
+                    number,
+                    BadRow(
+                        f"byte {error.start + 1} (0x{byte:02x}) is not UTF-8; the encoding looks like {_guess(line)}",
+                        reason="not UTF-8",
+                        remedy=_ICONV.format("latin1"),
+                    ),
+                )
+
+
+def whole_text(path: Path) -> str:
+    """All of a UTF-8 file without its byte-order mark.
+
+    Raises:
+        DataError: it cannot be read, or a line is not UTF-8; names the line.
+    """
+    parts = []
+    for number, line in lines(path):
+        if isinstance(line, BadRow):
+            raise line.at(f"{path}:{number}")
+        parts.append(line)
+    return "".join(parts)
+
+
+def _guess(line: bytes) -> str:
+    # bytes 0x80 to 0x9f are control characters in Latin-1 and letters or quotes in Windows-1252
+    return "Windows-1252" if any(0x80 <= byte < 0xA0 for byte in line) else "Latin-1"

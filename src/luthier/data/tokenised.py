@@ -1,0 +1,173 @@
+"""Tokenised rows as flat arrays: written piece by piece, read back memory-mapped. Plain bytes and JSON, no pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from luthier.batch import Sample
+from luthier.data.report import DataReport
+
+COLUMNS: dict[str, str] = {
+    "tokens": "<i4",
+    "targets": "<i4",
+    "weights": "<f4",
+    "lengths": "<i8",
+    "trained": "<i8",
+    "weight_sums": "<f8",
+    "document": "<i8",
+    "origin_file": "<i4",
+    "origin_number": "<i8",
+}
+"""Name -> dtype. The first three have an entry per position, the others an entry per sample."""
+_META = "meta.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenised:
+    """The samples of one source.
+
+    Attributes:
+        columns: the arrays of `COLUMNS`.
+        starts: int64 [samples + 1], where each sample begins in the first three.
+        origins: names that `origin_file` points at.
+        unit: what origin numbers count.
+        report: what became of the rows.
+        stop_ids: tokens that ended what the model is to say.
+        content: hash over sizes and checksums of all arrays.
+    """
+
+    columns: dict[str, np.ndarray]
+    starts: np.ndarray
+    origins: list[str]
+    unit: str
+    report: DataReport
+    stop_ids: list[int]
+    content: str
+
+    def __len__(self) -> int:
+        return len(self.columns["lengths"])
+
+    def __getitem__(self, index: int) -> Sample:
+        start, end = int(self.starts[index]), int(self.starts[index + 1])
+        tokens, targets, weights = (self.columns[name][start:end] for name in ("tokens", "targets", "weights"))
+        return Sample(tokens.astype(np.int64), targets.astype(np.int64), np.array(weights), self.origin(index))
+
+    def origin(self, index: int) -> str:
+        """File and line of a sample."""
+        file = self.origins[int(self.columns["origin_file"][index])]
+        number = int(self.columns["origin_number"][index])
+        return f"{file}:{number}" if self.unit == "line" else f"{file}:row {number}"
+
+
+class Writer:
+    """Takes samples one by one and lays them into the arrays.
+
+    Args:
+        open_column: gives a writable stream for a column.
+    """
+
+    def __init__(self, open_column: Callable[[str], BinaryIO]) -> None:
+        self._streams = {name: open_column(name) for name in COLUMNS}
+        self._checks = dict.fromkeys(COLUMNS, 0)
+        self._sizes = dict.fromkeys(COLUMNS, 0)
+
+    def add(self, sample: Sample, document: int, origin_file: int, origin_number: int) -> None:
+        """Append a sample that came from the `document`-th row."""
+        values: dict[str, Any] = {
+            "tokens": sample.tokens,
+            "targets": sample.targets,
+            "weights": sample.weights,
+            "lengths": [len(sample)],
+            "trained": [np.count_nonzero(sample.weights)],
+            "weight_sums": [sample.weights.sum(dtype=np.float64)],
+            "document": [document],
+            "origin_file": [origin_file],
+            "origin_number": [origin_number],
+        }
+        for name, value in values.items():
+            data = np.asarray(value).astype(COLUMNS[name]).tobytes()
+            self._streams[name].write(data)
+            self._checks[name] = zlib.crc32(data, self._checks[name])
+            self._sizes[name] += len(data)
+
+    def meta(self, origins: list[str], unit: str, report: DataReport, stop_ids: set[int]) -> dict[str, Any]:
+        """What has to be known to read the arrays back, and to tell whether they are whole."""
+        columns = {name: [self._sizes[name], self._checks[name]] for name in COLUMNS}
+        return {
+            "columns": columns,
+            "origins": origins,
+            "unit": unit,
+            "report": report.to_dict(),
+            "stop_ids": sorted(stop_ids),
+        }
+
+
+class MemoryColumns:
+    """Columns kept in memory, for `cache: false`."""
+
+    def __init__(self) -> None:
+        self._streams = {name: io.BytesIO() for name in COLUMNS}
+
+    def open(self, name: str) -> BinaryIO:
+        return self._streams[name]
+
+    def read(self, name: str) -> np.ndarray:
+        return np.frombuffer(self._streams[name].getbuffer(), dtype=COLUMNS[name])
+
+
+def assemble(meta: dict[str, Any], read: Callable[[str], np.ndarray]) -> Tokenised:
+    """Samples from their arrays."""
+    columns = {name: read(name) for name in COLUMNS}
+    starts = np.concatenate([[0], np.cumsum(columns["lengths"], dtype=np.int64)])
+    return Tokenised(
+        columns=columns,
+        starts=starts,
+        origins=list(meta["origins"]),
+        unit=str(meta["unit"]),
+        report=DataReport.from_dict(meta["report"]),
+        stop_ids=[int(token) for token in meta["stop_ids"]],
+        content=hashlib.sha256(json.dumps(meta["columns"], sort_keys=True).encode()).hexdigest(),
+    )
+
+
+def write_meta(directory: Path, meta: dict[str, Any]) -> None:
+    """Written last: arrays without it do not count."""
+    (directory / _META).write_text(json.dumps(meta), encoding="utf-8")
+
+
+def open_directory(directory: Path) -> Tokenised | None:
+    """Samples from a directory, memory-mapped; None if it is not there, or not whole."""
+    try:
+        meta = json.loads((directory / _META).read_text(encoding="utf-8"))
+        columns = meta["columns"]
+
+        def read(name: str) -> np.ndarray:
+            size, check = columns[name]
+            path = directory / f"{name}.bin"
+            if path.stat().st_size != size:
+                raise ValueError(name)
+            dtype = np.dtype(COLUMNS[name])
+            array = np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+            if _crc(array) != check:
+                raise ValueError(name)
+            return array
+
+        return assemble(meta, read)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _crc(array: np.ndarray) -> int:
+    check, step = 0, 1 << 22
+    for start in range(0, len(array), step):
+        check = zlib.crc32(array[start : start + step].tobytes(), check)
+    return check
