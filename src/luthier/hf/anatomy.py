@@ -19,9 +19,9 @@ LinearLike = (nn.Linear, Conv1D)
 _ATTENTION = re.compile(r"att(n|ention)?$|att(n|ention)?_|_att(n|ention)?|mixer|mamba|temporal_block|recurrent|conv$|short_conv")
 _MLP = re.compile(r"mlp|ffn|feed_forward|feedforward|moe|expert|fc\d?$|fc_|^ff$|dense|intermediate|^output$|linear")
 _ROUTER = re.compile(r"^(gate|router|.*_gate|wg|gating)$")
-_ROUTER_CLASS = re.compile(r"router|gating", re.IGNORECASE)
+_ROUTER_CLASS = re.compile(r"Router")
 _NOT_ADAPTED = re.compile(r"indexer|compressor|norm|_hc$|residual")
-_STATEFUL = re.compile(r"mamba|ssm|rwkv|recurrent|rglru|deltanet|delta_?attention|lstm|shortconv|linear_?att", re.IGNORECASE)
+_STATEFUL = re.compile(r"[Mm]amba|SSM|R[Ww][Kk][Vv]|Recurrent|Rglru|Delta|LSTM|ShortConv|LinearAtt|Lightning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def describe(model: PreTrainedModel) -> Anatomy:
         for module in layer.modules()
     )
     return Anatomy(
-        backbone=model.base_model_prefix if hasattr(model, model.base_model_prefix) else names[id(decoder)],
+        backbone=backbone_name(model),
         embedding=names[id(embedding)],
         layers=tuple(names[id(layer)] for layer in layers),
         final_norm=_final_norm(decoder, names),
@@ -115,12 +115,21 @@ def describe(model: PreTrainedModel) -> Anatomy:
     )
 
 
+def backbone_name(model: PreTrainedModel) -> str:
+    """Name of the child that `forward` runs before the head ("model", "transformer")."""
+    base = model.base_model if model.base_model is not model else text_backbone(model)
+    return next(name for name, child in model.named_children() if child is base)
+
+
 def text_backbone(model: PreTrainedModel) -> nn.Module:
     """The part that turns tokens into hidden states; of a model with eyes or ears the part that reads text."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     if isinstance(decoder, nn.Module) and decoder is not model and _lists(decoder):
         return decoder
-    return model.base_model
+    if model.base_model is not model:
+        return model.base_model
+    # some classes carry the prefix of the multimodal model that they are a part of
+    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
 
 
 def _lists(module: nn.Module) -> list[tuple[int, int, nn.ModuleList]]:
@@ -162,15 +171,17 @@ def _role(inner: str, parent: nn.Module) -> str:
 
 
 def _final_norm(decoder: nn.Module, names: dict[int, str]) -> str | None:
-    """The last norm that stands beside the layers and not in them."""
-    found = None
+    """The first norm declared after the layers; where there is none, the last one before them."""
+    before: list[nn.Module] = []
+    after: list[nn.Module] = []
     for child in decoder.children():
-        holder = [child, *child.children()] if not isinstance(child, nn.ModuleList) else []
-        for module in holder:
-            is_norm = re.search("norm", type(module).__name__, re.IGNORECASE) and not isinstance(module, nn.ModuleList)
-            if is_norm and not isinstance(child, nn.ModuleList):
-                found = names[id(module)]
-    return found
+        if isinstance(child, nn.ModuleList):
+            before, after = before + after, []
+            continue
+        found = [m for m in (child, *child.children()) if re.search("norm", type(m).__name__, re.IGNORECASE)]
+        after += [m for m in found if not isinstance(m, nn.ModuleList)]
+    chosen = after[:1] or before[-1:]
+    return names[id(chosen[0])] if chosen else None
 
 
 def _is_tied(model: PreTrainedModel, head: str | None, embedding: str) -> bool:

@@ -1,0 +1,132 @@
+"""One run of a model's backbone over a packed batch, and the proof at set-up that packing changes nothing."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from luthier.batch import Batch, Sample
+from luthier.hf.anatomy import backbone_name
+from luthier.hf.documents import documents
+from luthier.hf.head import head_logits
+
+
+def hidden_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """What the backbone makes of a packed batch, each document seeing itself alone.
+
+    Args:
+        model: a causal language model; its head is not run.
+        batch: T positions, on the model's device.
+
+    Returns:
+        [T, hidden], what the model's head reads.
+    """
+    backbone = getattr(model, backbone_name(model))
+    arguments: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
+    accepted = _accepted(type(backbone))
+    if accepted is not None:
+        arguments = {name: value for name, value in arguments.items() if name in accepted}
+    with documents(batch.cu_seqlens):
+        output = backbone(input_ids=batch.input_ids, **arguments)
+    hidden = output[0]
+    assert isinstance(hidden, torch.Tensor)
+    return hidden[0]
+
+
+@functools.cache
+def _accepted(cls: type) -> frozenset[str] | None:
+    """Names of the arguments that a backbone's forward takes; None = any."""
+    parameters = inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return frozenset(parameters)
+
+
+_PROBE_LENGTHS = (5, 11, 3)
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 6e-2}
+
+
+def packing_is_exact(model: PreTrainedModel) -> tuple[bool, str]:
+    """Whether documents of one row stay apart in this model, tried on three short ones.
+
+    Two proofs: no gradient flows from one document's hidden states to another's tokens (exactly zero, in any
+    precision), and each document's logits are those that the model's plain forward gives it alone.
+
+    Args:
+        model: loaded, on its device. Its mode, gradients and `requires_grad` are left as they were.
+
+    Returns:
+        (True, "") or (False, the reason as a clause: "its documents see one another").
+    """
+    batch = _probe(model)
+    training = model.training
+    model.eval()
+    try:
+        leak = _leaks(model, batch)
+        if leak:
+            return False, leak
+        return _same_alone(model, batch)
+    except Exception as error:  # whatever an architecture raises on a packed row, it cannot be packed
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return False, f"its forward refuses a packed row ({lines[0]})"
+    finally:
+        model.train(training)
+
+
+def _probe(model: PreTrainedModel) -> Batch:
+    """Three documents of tokens that the model knows."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    random = np.random.default_rng(0)
+    samples = []
+    for length in _PROBE_LENGTHS:
+        ids = random.integers(0, vocabulary, length + 1)
+        samples.append(Sample.from_ids(ids, np.ones(length + 1)))
+    return Batch.pack(samples).to(model.get_input_embeddings().weight.device)
+
+
+def _leaks(model: PreTrainedModel, batch: Batch) -> str:
+    """The reason why documents are not apart, or "" if no gradient crosses from one to another."""
+    caught: list[torch.Tensor] = []
+
+    def catch(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        caught.append(output.detach().requires_grad_(True))
+        return caught[-1]
+
+    handle = model.get_input_embeddings().register_forward_hook(catch)
+    flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    try:
+        for parameter in flags:
+            parameter.requires_grad_(False)
+        with torch.enable_grad():
+            hidden = hidden_states(model, batch)
+            bounds = batch.cu_seqlens.tolist()
+            for start, stop in zip(bounds, bounds[1:], strict=False):
+                grad = torch.autograd.grad(hidden[start:stop].float().sum(), caught[0], retain_graph=True)[0][0]
+                outside = torch.cat([grad[:start], grad[stop:]])
+                if bool((outside != 0).any()):
+                    return "its documents see one another in a packed row"
+    finally:
+        handle.remove()
+        for parameter, flag in flags.items():
+            parameter.requires_grad_(flag)
+    return ""
+
+
+@torch.no_grad()
+def _same_alone(model: PreTrainedModel, batch: Batch) -> tuple[bool, str]:
+    """Compare each packed document's logits with those of the model's own forward on it alone."""
+    packed = head_logits(model, hidden_states(model, batch)).double()
+    bounds = batch.cu_seqlens.tolist()
+    worst = 0.0
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        alone = model(input_ids=batch.input_ids[:, start:stop], use_cache=False).logits[0].double()
+        scale = alone.abs().max().clamp(min=1e-9)
+        worst = max(worst, float((packed[start:stop] - alone).abs().max() / scale))
+    if worst > _TOLERANCE.get(model.dtype, 6e-2):
+        return False, f"its logits differ by {worst:.1e} between packed documents and each alone"
+    return True, ""
