@@ -1,6 +1,6 @@
 """What a run is: the YAML, its defaults, its errors. Imports no torch."""
 
-from luthier.config.load import dump_config, load_config, save_config
+from luthier.config.load import dump_config, load_config
 from luthier.config.run import RunConfig
 from luthier.config.sections import (
     CheckpointConfig,
@@ -29,5 +29,4 @@ __all__ = [
     "TrainConfig",
     "dump_config",
     "load_config",
-    "save_config",
 ]

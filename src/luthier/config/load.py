@@ -5,7 +5,6 @@ A relative path in the YAML starts at the working directory, not at the file; a 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,12 @@ from luthier.errors import ConfigError
 
 RUN = shape_of(RunConfig)
 
-_SHORTCUTS = {"model": ("model",), "data": ("data", "train"), "output": ("output",)}
+_SHORTCUTS = {
+    "model": ("model",),
+    "data": ("data", "train"),
+    "validation": ("data", "validation"),
+    "output": ("output",),
+}
 _MAPPING = "tag:yaml.org,2002:map"
 
 
@@ -33,6 +37,7 @@ def load_config(
     *,
     model: str | None = None,
     data: str | None = None,
+    validation: str | None = None,
     output: str | Path | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> RunConfig:
@@ -45,6 +50,7 @@ def load_config(
             sections are written `[a, b]` and `{key: value}`.
         model: the model, instead of the file's.
         data: the path of the training rows, instead of the file's sources.
+        validation: the path of the rows to measure on, instead of the file's sources.
         output: the run directory, instead of the file's.
         defaults: values of top-level keys that neither file nor overrides give, for commands that need less than a run.
 
@@ -56,10 +62,15 @@ def load_config(
     if path is not None:
         root = _file_node(Path(path))
     errors: list[ConfigError] = []
-    for name, given in (("model", model), ("data", data), ("output", output)):
+    for name, given in (
+        ("model", model),
+        ("data", data),
+        ("validation", validation),
+        ("output", output),
+    ):
         if given is not None:
             value: yaml.Node = Given(str(given))
-            if name == "data":
+            if name in ("data", "validation"):
                 value = yaml.MappingNode(_MAPPING, [(yaml.ScalarNode("tag:yaml.org,2002:str", "path"), value)])
             root = placed(root, RUN, _SHORTCUTS[name], value)
     for override in overrides:
@@ -95,17 +106,6 @@ def load_config(
 def dump_config(config: RunConfig) -> str:
     """The resolved config as YAML, every default spelled out, that loads again to an equal config."""
     return dump(config.model_dump(mode="json"))
-
-
-def save_config(config: RunConfig, path: Path) -> None:
-    """Write the resolved config whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(dump_config(config))
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
 def _file_node(path: Path) -> yaml.MappingNode:

@@ -1,0 +1,6 @@
+"""`python -m luthier`."""
+
+from luthier.cli.main import entrance
+
+if __name__ == "__main__":
+    entrance()

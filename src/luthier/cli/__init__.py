@@ -1,0 +1,1 @@
+"""The command `luthier`: a file per verb, imported when it is called."""

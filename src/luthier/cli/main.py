@@ -1,0 +1,166 @@
+"""The command's entrance: which verbs there are, and the border where errors become a sentence and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, TextIO
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.exceptions import TyperException
+from typer.main import get_command
+
+from luthier import __version__
+from luthier.cli.frame import Answer, entries, to_json
+from luthier.errors import EXIT_USER_ERROR, UserError
+
+INTERRUPTED = 130
+
+VERBS = {
+    "train": "Fine-tune a model on rows of text or conversations.",
+    "evaluate": "Measure loss and perplexity of a model on rows.",
+    "generate": "Answer prompts.",
+    "chat": "Talk with a model.",
+    "export": "Write a run's model as plain Transformers or PEFT files.",
+    "data": "Look at rows as the model sees them.",
+    "estimate": "Say what a run would take, before it runs.",
+    "plot": "Draw the learning rate over the steps.",
+    "doctor": "Say what this machine has and how fast it is.",
+    "demo": "Train a small real model on the data that comes along.",
+}
+
+
+class Verbs(TyperGroup):
+    """Shows every verb's line without importing its file."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {name: TyperCommand(name, help=line) for name, line in VERBS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is None:
+            return name, command, rest
+        command = get_command(importlib.import_module(f"luthier.cli.{name}").app)
+        command.name = name
+        return name, command, rest
+
+
+app = typer.Typer(cls=Verbs, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback(invoke_without_command=True, help="Fine-tune any Hugging Face causal language model, exactly.")
+def _top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the words after `luthier`; the process's own when None.
+
+    Returns:
+        The exit code: 0, 1 for a fault of Luthier's own, 2 for one that the user can mend, 130 when interrupted.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in words
+    with _standard_output(reserved=as_json) as out:
+        try:
+            answer = get_command(app).main(args=words, prog_name="luthier", standalone_mode=False)
+            if not isinstance(answer, Answer):
+                return answer if isinstance(answer, int) else 0
+            _print(answer, out, as_json)
+            return 0
+        except UserError as error:
+            details = {"where": error.where, "what": error.what, "remedy": error.remedy}
+            return _fail(str(error), details, type(error).__name__, EXIT_USER_ERROR, out if as_json else None)
+        except TyperException as error:
+            return _fail(_usage(error), {}, "UsageError", EXIT_USER_ERROR, out if as_json else None)
+        except (KeyboardInterrupt, typer.Abort):
+            return _fail("interrupted", {}, "Interrupted", INTERRUPTED, out if as_json else None)
+        except BrokenPipeError:
+            # Whoever read standard output has left; Python would complain again when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+            return 1
+        except OSError as error:
+            if error.filename is None:
+                return _crash(error, out if as_json else None)
+            message = f"{os.fsdecode(error.filename)}: {error.strerror}"
+            return _fail(message, {}, type(error).__name__, EXIT_USER_ERROR, out if as_json else None)
+        except Exception as error:
+            return _crash(error, out if as_json else None)
+
+
+def _print(answer: Answer, out: TextIO, as_json: bool) -> None:
+    if as_json:
+        print(to_json(answer.result), file=out, flush=True)
+        return
+    console = None
+    for line in entries(answer.result) if answer.lines is None else answer.lines:
+        if isinstance(line, str):
+            print(line, file=out)
+            continue
+        if console is None:
+            from rich.console import Console
+
+            console = Console(file=out, highlight=False, soft_wrap=True)
+        console.print(line)
+    out.flush()
+
+
+def _fail(message: str, details: dict[str, Any], kind: str, code: int, out: TextIO | None) -> int:
+    for line in message.splitlines() or [kind]:
+        print(f"error: {line}" if code == EXIT_USER_ERROR else line, file=sys.stderr)
+    if out is not None:
+        print(to_json({"error": {"kind": kind, "message": message, **details}}), file=out, flush=True)
+    return code
+
+
+def _crash(error: Exception, out: TextIO | None) -> int:
+    traceback.print_exception(error)
+    return _fail(f"{type(error).__name__}: {error}", {}, "InternalError", 1, out)
+
+
+def _usage(error: TyperException) -> str:
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "luthier"
+    sentence = " ".join(str(message).split()).rstrip(".")
+    return f"{path}: {sentence}" if "--help" in sentence else f"{path}: {sentence} (see {path} --help)"
+
+
+@contextmanager
+def _standard_output(*, reserved: bool) -> Iterator[TextIO]:
+    """Where the answer goes. Reserved: whatever else is written to standard output, by any library, goes to standard error."""
+    if not reserved:
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    kept, usual = os.dup(1), sys.stdout
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    try:
+        with open(os.dup(kept), "w", encoding="utf-8") as out:
+            yield out
+    finally:
+        sys.stdout = usual
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def entrance() -> None:
+    """The console script."""
+    sys.exit(main())
