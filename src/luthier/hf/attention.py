@@ -3,10 +3,9 @@
 Transformers looks an attention up by the name in `config._attn_implementation`, and its mask function under the same
 name; both are registered here, so padding, sliding windows and packing cannot get lost between the two. Three ways:
 
-- no documents (generation with a cache, padded evaluation): exactly Transformers' own `sdpa`, or the model's own `eager`
-  where the model or the call needs it (soft caps, attention sinks);
-- documents, plain softmax attention: the fastest way that this device has (`blocked_attention` on the CPU, variable-length
-  flash attention on CUDA where it proves right, else one `sdpa` call a document);
+- no documents (generation with a cache, padded evaluation): exactly Transformers' own `sdpa`, or the model's own
+  `eager` where the model or the call needs it (soft caps, attention sinks);
+- documents and plain causal softmax on the CPU: `blocked_attention`;
 - documents and anything else: the model's own function, one call a document.
 """
 
@@ -15,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -23,10 +22,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from luthier.errors import ModelError
+from luthier.hf.blocked_attention import blocked_attention
 from luthier.hf.documents import Documents, active_documents, documents_of, is_channel
 
 NAME = "luthier"
 """The name to give as `attn_implementation`."""
+
+_BLOCKED_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -143,6 +145,10 @@ def attention(
             remedy="switch packing off (data.packing: false)",
         )
     mask = None if is_channel(attention_mask) else attention_mask
+    plain = own is sdpa_attention_forward and mask is None and not dropout and kwargs.get("position_bias") is None
+    if plain and query.device.type == "cpu" and query.dtype in _BLOCKED_DTYPES:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return blocked_attention(query, key, value, packed, scale), None
     return _per_document(own, module, query, key, value, mask, packed, dropout, scaling, kwargs)
 
 
@@ -174,7 +180,7 @@ def _per_document(
 
 def _own_attention(module: torch.nn.Module, kwargs: dict[str, Any]) -> Attention:
     """Transformers' `sdpa`, or the architecture's own `eager_attention_forward` where `sdpa` cannot do it."""
-    eager, supports_sdpa = _architecture(type(module))
+    eager, supports_sdpa = _architecture(cast(Any, type(module)))
     if eager is None:
         return sdpa_attention_forward
     if not supports_sdpa or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
@@ -182,7 +188,7 @@ def _own_attention(module: torch.nn.Module, kwargs: dict[str, Any]) -> Attention
     return sdpa_attention_forward
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _architecture(cls: type) -> tuple[Attention | None, bool]:
     """(eager attention, whether its models support sdpa) of the modelling file that an attention class comes from."""
     for base in cls.__mro__:  # wrappers such as FSDP put a class of their own in front

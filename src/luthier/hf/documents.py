@@ -1,7 +1,7 @@
 """Which documents lie in the packed row that a model is running on, and how every attention layer learns of it.
 
-`documents(cu_seqlens)` is entered around one forward pass. Inside it, the mask function of the attention "luthier" does not
-build a [T, T] mask but returns a *channel*: a tiny int32 tensor [1, 1, 1, documents + 1] that holds `cu_seqlens`.
+`documents(cu_seqlens)` is entered around one forward pass. Inside it, the mask function of the attention "luthier"
+does not build a [T, T] mask but returns a *channel*: a tiny int32 tensor [1, 1, 1, documents + 1], `cu_seqlens`.
 Transformers hands a mask to every layer as an argument, whatever the architecture, so activation checkpointing keeps
 it for the recomputation in the backward pass, where a global or a context variable would be gone without a word.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -40,7 +41,7 @@ class Documents:
         """
         tensor = torch.as_tensor(cu_seqlens, dtype=torch.int32).flatten()
         bounds = tuple(tensor.tolist())
-        if len(bounds) < 2 or bounds[0] != 0 or any(b <= a for a, b in zip(bounds, bounds[1:], strict=False)):
+        if len(bounds) < 2 or bounds[0] != 0 or any(b <= a for a, b in pairwise(bounds)):
             raise ValueError(f"cu_seqlens must rise from 0 to the row's length, not {bounds}")
         return Documents(tensor, bounds)
 
@@ -52,7 +53,7 @@ class Documents:
     @property
     def spans(self) -> list[tuple[int, int]]:
         """[(first, one past the last)] of each document."""
-        return list(zip(self.bounds, self.bounds[1:], strict=False))
+        return list(pairwise(self.bounds))
 
     @property
     def longest(self) -> int:
