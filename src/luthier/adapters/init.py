@@ -1,0 +1,47 @@
+"""First values of the adapters: A random, B zero, so that an adapted model starts as exactly its base.
+
+Each A is drawn whole, in float32 on the CPU, from a stream of its own that depends on the seed and the layer's full
+name alone: the same numbers on every device, dtype and layout, and whatever else is adapted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from luthier.adapters.layer import adapted_layers
+
+
+def first_down(rank: int, inputs: int, name: str, seed: int) -> Tensor:
+    """A of one layer: uniform within 1/sqrt(inputs), which is PEFT's kaiming_uniform_(a=sqrt(5)).
+
+    Args:
+        rank: rows.
+        inputs: columns.
+        name: full name of the adapted layer.
+        seed: of the run.
+
+    Returns:
+        float32 [rank, inputs] on the CPU.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}:lora_A".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    bound = 1.0 / math.sqrt(inputs)
+    return torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator)
+
+
+@torch.no_grad()
+def initialise_adapters(model: nn.Module, seed: int) -> None:
+    """Give every adapter its first values; call it after loading, which leaves them with whatever it likes.
+
+    Args:
+        model: adapters attached, nothing on meta.
+        seed: of the run.
+    """
+    for name, layer in adapted_layers(model):
+        down, up = layer.lora_A.weight, layer.lora_B.weight
+        down.copy_(first_down(layer.lora_spec.rank, layer.lora_shape.inputs, name, seed))
+        up.zero_()

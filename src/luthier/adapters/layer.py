@@ -1,0 +1,187 @@
+"""Adapters in place: the linear layer itself changes its class and gains two small children, `lora_A` and `lora_B`.
+
+The base weight keeps its module and its name, so no key of a checkpoint moves, whoever reads or writes it; detaching
+removes the children and puts the class back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from luthier.adapters.products import low_rank_products
+from luthier.adapters.siblings import Siblings
+from luthier.hf.linear import LinearShape, linear_shape
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """How one layer is adapted.
+
+    Attributes:
+        rank: length of the small side of A and B.
+        alpha: numerator of the scale.
+        dropout: share of the adapter's input that is dropped while training.
+        rslora: divide alpha by the square root of the rank instead of the rank.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank, or alpha / sqrt(rank) (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class AdapterMatrix(nn.Module):
+    """One of the two matrices of an adapter: `weight` [outputs, inputs], no bias.
+
+    It is no `nn.Linear`, so whatever walks a model's linear layers (targets, quantisation, initialisation) passes by.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, inputs: int, outputs: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., inputs] -> [..., outputs]."""
+        return F.linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        return "{1}, {0}".format(*self.weight.shape)
+
+
+class LoraLayer(nn.Module):
+    """What a linear layer becomes in addition to itself; always the first base of a class that `attach` makes.
+
+    Attributes:
+        lora_A: `weight` [rank, inputs].
+        lora_B: `weight` [outputs, rank].
+        lora_spec: rank, alpha, dropout.
+        lora_shape: the sizes of the base.
+        lora_siblings: the group of layers that may share this one's input, None where nothing is shared.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    lora_A: AdapterMatrix
+    lora_B: AdapterMatrix
+    lora_spec: LoraSpec
+    lora_shape: LinearShape
+    lora_siblings: Siblings | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., inputs] -> [..., outputs], the base's output plus the scaled low-rank product."""
+        if not self._fusable(x):
+            return self._plain_forward(x)
+        dropout = self.lora_spec.dropout if self.training else 0.0
+        if dropout == 0.0 and self.lora_siblings is not None and torch.is_grad_enabled():
+            return self.lora_siblings.output(self, x)
+        z = F.dropout(x, dropout) if dropout else None
+        return self.fused(x, z, [self])[0]
+
+    def fused(self, x: Tensor, z: Tensor | None, layers: list[LoraLayer]) -> tuple[Tensor, ...]:
+        """The outputs of layers of one input, scale and dtype (`products.low_rank_products`)."""
+        tensors: list[tuple[Tensor, Tensor | None, Tensor, Tensor]]
+        tensors = [(layer.weight, layer.bias, layer.lora_A.weight, layer.lora_B.weight) for layer in layers]
+        return low_rank_products(x, z, self.lora_spec.scale, self.lora_shape.transposed, tensors)
+
+    def _fusable(self, x: Tensor) -> bool:
+        """Plain tensors and a plain base; compilers, autocast and sharded tensors get plain operations instead."""
+        return (
+            self.lora_shape.plain
+            and not torch.compiler.is_compiling()
+            and type(x) is Tensor
+            and type(self.weight) is nn.Parameter
+            and type(self.lora_A.weight) is nn.Parameter
+            and x.dtype == self.weight.dtype
+            and x.is_contiguous()
+            and not torch.is_autocast_enabled(x.device.type)
+        )
+
+    def _plain_forward(self, x: Tensor) -> Tensor:
+        y = cast(Tensor, super().forward(x))  # the base's own, next in the order of classes
+        z = x.to(self.lora_A.weight.dtype)
+        if self.lora_spec.dropout:
+            z = F.dropout(z, self.lora_spec.dropout, self.training)
+        return (y + self.lora_B(self.lora_A(z)) * self.lora_spec.scale).to(y.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={self.lora_spec.rank}, scale={self.lora_spec.scale:g}".removeprefix(", ")
+
+
+_CLASSES: dict[type, type[nn.Module]] = {}
+"""Class of the base -> class of the adapted layer."""
+
+
+def _adapted_class(base: type[nn.Module]) -> type[nn.Module]:
+    if base not in _CLASSES:
+        _CLASSES[base] = type(f"Lora{base.__name__}", (LoraLayer, base), {"__module__": __name__})
+    return _CLASSES[base]
+
+
+def attach(module: nn.Module, spec: LoraSpec, dtype: torch.dtype | None = None) -> LoraLayer:
+    """Adapt a linear layer in place; the matrices are left uninitialised (`init.initialise_adapters`).
+
+    Args:
+        module: an `nn.Linear` or a `Conv1D`, on meta or real, not adapted yet.
+        spec: rank, alpha, dropout.
+        dtype: of the two matrices; the base weight's when left out.
+
+    Returns:
+        the same object.
+
+    Raises:
+        TypeError: the module is no linear layer, or is adapted already.
+    """
+    shape = linear_shape(module)
+    if shape is None or isinstance(module, LoraLayer):
+        raise TypeError(f"{type(module).__name__} cannot be adapted")
+    weight = cast(Tensor, module.weight)
+    where: dict[str, Any] = {"device": weight.device, "dtype": dtype or weight.dtype}
+    down = AdapterMatrix(shape.inputs, spec.rank, **where)
+    up = AdapterMatrix(spec.rank, shape.outputs, **where)
+    module.__class__ = _adapted_class(type(module))
+    layer = cast(LoraLayer, module)
+    layer.lora_A, layer.lora_B = down, up
+    layer.lora_spec, layer.lora_shape, layer.lora_siblings = spec, shape, None
+    layer.train(layer.training)
+    return layer
+
+
+def detach(layer: LoraLayer) -> nn.Module:
+    """Remove the adapter and put the class back; the base weight is left as it is.
+
+    Returns:
+        the same object.
+    """
+    if layer.lora_siblings is not None:
+        layer.lora_siblings.forget()
+    for name in ("lora_A", "lora_B", "lora_spec", "lora_shape", "lora_siblings"):
+        delattr(layer, name)
+    base = type(layer).__mro__[2]
+    layer.__class__ = base
+    return layer
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+    """Full name and layer of everything that is adapted, in the model's order."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+def is_adapter_weight(name: str) -> bool:
+    """Whether a parameter's full name is that of an adapter's matrix."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))

@@ -1,0 +1,154 @@
+"""LoRA on a model: which layers, what trains, and the one line that says so.
+
+On meta, before loading, `apply_lora` puts the adapters in place; after loading, `finish_lora` settles the ties, gives
+the adapters their first values and freezes the rest. On a model that has its weights already, `apply_lora` does both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from luthier.adapters.init import initialise_adapters
+from luthier.adapters.layer import LoraSpec, adapted_layers
+from luthier.adapters.peft_config import PeftConfig, read_peft_config
+from luthier.adapters.peft_files import load_peft
+from luthier.adapters.structure import attach_all, freeze, settle_ties, trains_one_end, wholly_trained
+from luthier.adapters.targets import resolve_modules, resolve_targets
+from luthier.config import LoraConfig
+from luthier.errors import ConfigError
+from luthier.hf.anatomy import describe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraReport:
+    """What was adapted; `str()` is the line that a run prints.
+
+    Attributes:
+        adapters: how many layers carry an adapter.
+        ranks: their ranks, each once, ascending.
+        targets: what was asked for; with `start_from` the last parts of the layers' names.
+        trained: full names of the modules that are trained whole.
+        trainable: parameters that train.
+        total: all parameters, adapters included, tied ones once.
+    """
+
+    adapters: int
+    ranks: tuple[int, ...]
+    targets: tuple[str, ...]
+    trained: tuple[str, ...]
+    trainable: int
+    total: int
+
+    def __str__(self) -> str:
+        ranks = "/".join(str(rank) for rank in self.ranks)
+        also = f", trained whole={','.join(self.trained)}" if self.trained else ""
+        what = f"LoRA: {self.adapters} adapters (rank={ranks}, targets={','.join(self.targets)}{also})"
+        return f"{what}; {self.trainable:,} trainable of {self.total:,}"
+
+
+def apply_lora(model: Any, config: LoraConfig, seed: int = 0) -> LoraReport:
+    """Put adapters beside the layers that the config names and freeze everything else.
+
+    Args:
+        model: a Transformers model without adapters. On meta only the structure is made: call `finish_lora` when the
+            weights are there.
+        config: what to adapt and how. With `start_from` rank, alpha, rsLoRA, targets and wholly trained modules are
+            those of the files, and what the config says otherwise is refused.
+        seed: of the adapters' first values.
+
+    Returns:
+        what was adapted.
+
+    Raises:
+        ConfigError: something asked for adapts nothing, or contradicts `start_from`.
+        ModelError: the files of `start_from` cannot be used.
+    """
+    if config.start_from is not None:
+        _agree(config, read_peft_config(Path(config.start_from)))
+        _load(model, config)
+        _agree_on_modules(model, config)
+    else:
+        trained = resolve_modules(model, config.train_modules)
+        spec = LoraSpec(config.rank, config.alpha or 2.0 * config.rank, config.dropout, config.rslora)
+        names = resolve_targets(model, config.target, without=trained)
+        attach_all(model, dict.fromkeys(names, spec), trained, DTYPES.get(config.dtype or ""))
+    if any(parameter.is_meta for parameter in model.parameters()):
+        freeze(model)
+        return report(model, config)
+    return finish_lora(model, config, seed)
+
+
+def finish_lora(model: Any, config: LoraConfig, seed: int = 0) -> LoraReport:
+    """Make an adapted model ready to train once its weights are there.
+
+    Args:
+        model: given to `apply_lora` before; nothing on meta.
+        config: the same.
+        seed: of the adapters' first values.
+
+    Returns:
+        what was adapted, counted again now that the ties are known.
+    """
+    settle_ties(model)
+    if config.start_from is not None:
+        _load(model, config)
+    else:
+        initialise_adapters(model, seed)
+    freeze(model)
+    return report(model, config)
+
+
+def report(model: Any, config: LoraConfig) -> LoraReport:
+    """Count what was adapted. On meta nothing is aliased yet, but a head that is to be the embedding counts once."""
+    anatomy = describe(model)
+    shared = f"{anatomy.head}.weight" if anatomy.tied and not trains_one_end(model, anatomy) else None
+    counted = [parameter for name, parameter in model.named_parameters() if name != shared]
+    layers = dict(adapted_layers(model))
+    endings = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+    return LoraReport(
+        adapters=len(layers),
+        ranks=tuple(sorted({layer.lora_spec.rank for layer in layers.values()})),
+        targets=tuple(endings if config.start_from is not None else config.target),
+        trained=wholly_trained(model),
+        trainable=sum(parameter.numel() for parameter in counted if parameter.requires_grad),
+        total=sum(parameter.numel() for parameter in counted),
+    )
+
+
+def _load(model: Any, config: LoraConfig) -> None:
+    assert config.start_from is not None
+    dropout = config.dropout if _is_asked(config, "dropout") else None
+    load_peft(model, config.start_from, dropout=dropout, dtype=DTYPES.get(config.dtype or ""))
+
+
+def _is_asked(config: LoraConfig, name: str) -> bool:
+    """Whether a field says something of its own; a resolved config repeats every default."""
+    return bool(getattr(config, name) != LoraConfig.model_fields[name].default)
+
+
+def _agree(config: LoraConfig, files: PeftConfig) -> None:
+    """Refuse what the config says about the adapter's shape where the files say something else."""
+    for name, theirs in (("rank", files.rank), ("alpha", files.alpha), ("rslora", files.rslora)):
+        if _is_asked(config, name) and getattr(config, name) != theirs:
+            raise ConfigError(
+                f"{getattr(config, name)} is asked for, and the adapter in {files.directory} has {theirs}",
+                where=f"adapter.{name}",
+                remedy="leave it out when starting from an adapter",
+            )
+
+
+def _agree_on_modules(model: Any, config: LoraConfig) -> None:
+    there = {"target": [name for name, _ in adapted_layers(model)], "train_modules": list(wholly_trained(model))}
+    for name, resolve in (("target", resolve_targets), ("train_modules", resolve_modules)):
+        if _is_asked(config, name) and resolve(model, getattr(config, name)) != there[name]:
+            raise ConfigError(
+                f"it asks for other modules than the adapter in {config.start_from} holds",
+                where=f"adapter.{name}",
+                remedy="leave it out when starting from an adapter",
+            )

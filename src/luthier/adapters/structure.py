@@ -1,0 +1,80 @@
+"""Which parameters of an adapted model train, and what becomes of tied weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from luthier.adapters.layer import LoraSpec, adapted_layers, attach
+from luthier.adapters.siblings import Siblings
+from luthier.hf.anatomy import Anatomy, describe
+
+
+def attach_all(
+    model: nn.Module, specs: Mapping[str, LoraSpec], trained: Sequence[str], dtype: torch.dtype | None = None
+) -> None:
+    """Put adapters in place and note what is trained whole.
+
+    Args:
+        model: a Transformers model without adapters, on meta or real.
+        specs: full name of a linear layer -> how it is adapted.
+        trained: full names of the modules that are trained whole.
+        dtype: of the adapters; each base weight's when left out.
+    """
+    families = defaultdict(list)
+    for name, spec in specs.items():
+        families[name.rpartition(".")[0]].append(attach(model.get_submodule(name), spec, dtype))
+    for family in families.values():
+        group = Siblings() if len(family) > 1 else None
+        for layer in family:
+            layer.lora_siblings = group
+    model.lora_trained = tuple(trained)  # type: ignore[assignment]
+
+
+def wholly_trained(model: nn.Module) -> tuple[str, ...]:
+    """Full names of the modules that are trained whole beside the adapters."""
+    names: Any = getattr(model, "lora_trained", ())
+    return tuple(names)
+
+
+def freeze(model: nn.Module) -> None:
+    """Let adapters and the modules trained whole require gradients, and nothing else. May be called at any time."""
+    chosen = {id(p) for name in wholly_trained(model) for p in model.get_submodule(name).parameters()}
+    for _, layer in adapted_layers(model):
+        chosen |= {id(layer.lora_A.weight), id(layer.lora_B.weight)}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in chosen)
+
+
+def trains_one_end(model: nn.Module, anatomy: Anatomy) -> bool:
+    """Whether just one of embedding and head is trained whole, so that a tie between them cannot stand."""
+    ends = (anatomy.embedding, anatomy.head or anatomy.embedding)
+    within = [any(f"{end}.".startswith(f"{name}.") for name in wholly_trained(model)) for end in ends]
+    return within[0] != within[1]
+
+
+def settle_ties(model: Any) -> None:
+    """Untie embedding and head where just one of the two is trained whole; if both are they stay one matrix.
+
+    So what is not named never changes. An adapter beside a tied head needs no untying while it trains: the shared
+    matrix is frozen, and only merging parts the two.
+    """
+    anatomy = describe(model)
+    if anatomy.tied and trains_one_end(model, anatomy):
+        untie(model)
+
+
+def untie(model: Any) -> None:
+    """Give the head a weight of its own, equal to the embedding's, and let the model's config say so."""
+    anatomy = describe(model)
+    assert anatomy.head is not None
+    head, embedding = model.get_submodule(anatomy.head), model.get_submodule(anatomy.embedding)
+    if head.weight is embedding.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    for name in (f"{anatomy.head}.weight", f"{anatomy.embedding}.weight"):
+        model.all_tied_weights_keys.pop(name, None)
+    model.config.tie_word_embeddings = False
