@@ -95,7 +95,7 @@ def _leaks(model: PreTrainedModel, batch: Batch) -> str:
 
     def catch(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
         caught.append(output.detach().requires_grad_(True))
-        return caught[-1]
+        return caught[-1].clone()  # some architectures scale it in place
 
     handle = model.get_input_embeddings().register_forward_hook(catch)
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}

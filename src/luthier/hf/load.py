@@ -6,10 +6,11 @@ straight into its place. So the peak is the model's own size, whatever is done t
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +29,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.utils import logging as transformers_logging
 
 from luthier.errors import ModelError
 from luthier.hf import attention as luthier_attention
+from luthier.hf.quiet import quiet
 from luthier.hf.source import ModelSource, explain, fetch, load_config
 from luthier.hf.weights import open_weights, same_bits
 
@@ -99,7 +100,7 @@ def load_model(
     base = model_class(source, own, trust_remote_code=trust_remote_code)
     scratch = from_scratch or source.kind == "debug"
     with ExitStack() as stack:
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet())
         weights: dict[str, Any] = {}
         if not scratch and not source.gguf_file:
             weights = stack.enter_context(open_weights(fetch(source, weights=True)))
@@ -152,11 +153,10 @@ def model_class(source: ModelSource, config: PreTrainedConfig, *, trust_remote_c
     )
 
 
-def build_on_meta(source: ModelSource, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model without its numbers, from the config alone: for estimates and for asking about its anatomy."""
-    cls = model_class(source, config, trust_remote_code=trust_remote_code)
-    with _quiet(), torch.device("meta"), init.no_tie_weights(), init.meta_device_safe_creation_ops():
-        return cls(config)
+def build_on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A model without its numbers, from its config alone: for estimates, and for asking about its anatomy."""
+    with quiet(), torch.device("meta"), init.no_tie_weights(), init.meta_device_safe_creation_ops():
+        return cls(copy.deepcopy(config))
 
 
 def _default_attention(cls: type[PreTrainedModel]) -> str | None:
@@ -273,9 +273,10 @@ def _finish(model: PreTrainedModel, source: ModelSource, loading: _Loading) -> N
     for target, owner in model.all_tied_weights_keys.items():
         assert model.get_parameter(target) is model.get_parameter(owner), f"{target} is not {owner}"
     model.config._name_or_path = source.location
-    for name in ("quantization_config",):
-        if getattr(model.config, name, None) is not None and source.gguf_file:
-            delattr(model.config, name)
+    if source.gguf_file and getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config  # the blocks are unpacked, and the model is as any other
+    if loading.from_scratch:
+        model._weight_conversions = None  # no key came from a file, so an export takes the Hub's names
     if source.kind in ("directory", "hub") and model.can_generate():
         model.generation_config = _generation_config(source, model)
     if added:
@@ -304,17 +305,3 @@ def _generation_config(source: ModelSource, model: PreTrainedModel) -> Generatio
             raise explain(source, error, "generation_config.json") from error
     assert model.generation_config is not None  # Transformers makes one from the config
     return model.generation_config
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Our own sentences instead of Transformers' tables and bars; what fails still raises."""
-    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()

@@ -28,6 +28,9 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from luthier.errors import ModelError
 
+EXPORT_MARK = "luthier_export.json"
+"""The file that says a directory is an export of ours: it may be replaced, and names its tokenizer's fingerprint."""
+
 _FORMS = "give a Hub id (owner/name), a directory, a .gguf file, package:NAME/FILE, or debug:TYPE"
 _CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedTokenizerFast
 
 from luthier.errors import ModelError
+from luthier.hf.quiet import quiet
 
 HIDDEN, LAYERS, MOST_LAYERS = 64, 2, 4
 
@@ -89,9 +90,9 @@ def debug_config(model_type: str, **changes: Any) -> PreTrainedConfig:
         "pad_token_id": tokenizer.pad_token_id,
     }
     try:
-        default = cls()
-        values = {**_shrunk(default.to_dict(), special), **changes}
-        return cls(**values)
+        with quiet():
+            default = cls()
+            return cls(**{**_shrunk(default.to_dict(), special), **changes})
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         remedy = "debug:llama, debug:qwen3 and debug:mixtral do"

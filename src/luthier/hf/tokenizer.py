@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from luthier.errors import ModelError
-from luthier.hf.source import ModelSource, explain, refuse_remote_code, resolve
+from luthier.hf.source import EXPORT_MARK, ModelSource, explain, refuse_remote_code, resolve
 
 Message = Mapping[str, Any]
 
@@ -55,9 +55,25 @@ def load_tokenizer(
             reason = explain(source, error, "the tokenizer")
             remedy = reason.remedy or "name another tokenizer (tokenizer: NAME)"
             raise ModelError(reason.what, where=reason.where, remedy=remedy) from error
+        loaded = _as_exported(source, loaded)
     if chat_template is not None:
         loaded.chat_template = read_template(chat_template)
     return loaded
+
+
+def _as_exported(source: ModelSource, loaded: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer that an export of ours was written with.
+
+    For some model types Transformers builds a class of its own from the vocabulary, whatever tokenizer.json says about
+    cutting text. That is right for the models of the Hub, and wrong for an export that has another tokenizer.
+    """
+    if source.kind != "directory" or source.path is None or not (source.path / EXPORT_MARK).is_file():
+        return loaded
+    written = json.loads((source.path / EXPORT_MARK).read_text(encoding="utf-8")).get("tokenizer")
+    if written is None or fingerprint(loaded) == written or not (source.path / "tokenizer.json").is_file():
+        return loaded
+    plain: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(source.location)
+    return plain if fingerprint(plain) == written else loaded
 
 
 def read_template(path: str) -> str:
