@@ -1,9 +1,10 @@
-"""The law of the house: a room imports only from rooms on lower floors, and rooms of one floor do not know each other."""
+"""The law of the house: a room imports only from rooms on lower floors; rooms of one floor do not know each other."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ FLOORS = [
     ["data", "adapters", "parallel"],
     ["engine", "sampling", "report"],
     ["recipes", "tinker", "verify", "estimate"],
-    ["cli", "__main__"],
+    ["cli"],
+    ["__main__"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -30,19 +32,11 @@ FACADE = {"__init__"}
 """`import luthier` may hand out anything, lazily."""
 
 TRANSFORMERS = ("hf/", "verify/reference")
-NO_TORCH = (
-    "config/",
-    "errors.py",
-    "launch.py",
-    "jobs/",
-    "cli/main.py",
-    "cli/frame.py",
-    "cli/__init__.py",
-    "__init__.py",
-)
+NO_TORCH = ("config/", "errors.py", "launch.py", "jobs/", "cli/main.py", "cli/frame.py", "cli/__init__", "__init__")
 CEILING = 450
 
 FILES = sorted(SOURCE.rglob("*.py"))
+ROOMS = sorted(path for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__")
 
 
 def name(path: Path) -> str:
@@ -55,7 +49,7 @@ def room(path: Path) -> str:
 
 def imports(path: Path, *, lazy: bool = True) -> Iterator[tuple[int, str]]:
     """Line and full name of every import; without `lazy`, only of those that run when the file is imported."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     package = ["luthier", *path.relative_to(SOURCE).parts[:-1]]
     nodes = list(ast.walk(tree)) if lazy else list(at_import(tree))
     for node in nodes:
@@ -65,6 +59,11 @@ def imports(path: Path, *, lazy: bool = True) -> Iterator[tuple[int, str]]:
             start = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*start, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def at_import(node: ast.AST) -> Iterator[ast.AST]:
@@ -146,9 +145,7 @@ def test_files_are_short(path: Path) -> None:
     assert lines <= CEILING, f"{name(path)} has {lines} lines: it has more than one reason to change"
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"], ids=name
-)
+@pytest.mark.parametrize("path", ROOMS, ids=name)
 def test_every_room_has_a_sign(path: Path) -> None:
     assert (path / "README.md").is_file(), f"{name(path)} needs a README.md: what is here, who calls it, where to add"
     assert path.name in {*FLOOR, *BESIDE, *NO_CODE}, f"{name(path)} has no floor"

@@ -79,13 +79,15 @@ def _devices() -> list[dict[str, Any]]:
         }
         for index in range(torch.cuda.device_count())
     ]
+    if not devices:
+        devices.append({"name": platform.processor() or platform.machine(), "device": "cpu"})
     if torch.backends.mps.is_available():
         devices.append({"name": "Apple GPU", "device": "mps"})
     return devices
 
 
 def _flops(device: str, dtype: str) -> float:
-    """Floating-point operations a second of a matrix product: the best of several, so that a busy moment counts little."""
+    """Floating-point operations a second of a matrix product; the best of several, since the machine may be busy."""
     import torch
 
     size = SIZE if device == "cpu" else 8 * SIZE
@@ -119,11 +121,8 @@ def _hub() -> dict[str, Any]:
     try:
         HfApi().model_info("gpt2", timeout=10)
     except Exception as error:  # whatever keeps it from answering is the answer here
-        return {
-            "endpoint": endpoint,
-            "answers": False,
-            "reason": str(error).splitlines()[0] if str(error) else repr(error),
-        }
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return {"endpoint": endpoint, "answers": False, "reason": reason}
     return {"endpoint": endpoint, "answers": True}
 
 

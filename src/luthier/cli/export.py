@@ -18,9 +18,7 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The output directory of a luthier train.")],
     output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Where to write.")],
     step: Annotated[int | None, typer.Option(min=0, help="Which checkpoint; the newest when left out.")] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="A whole model with the adapters added to its weights.")
-    ] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="A whole model, the adapters added to its weights.")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="PEFT files of the adapters alone.")] = False,
     as_json: JsonOption = False,
 ) -> Answer:

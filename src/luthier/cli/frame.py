@@ -18,15 +18,11 @@ if TYPE_CHECKING:
 
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[CONFIG] [KEY=VALUE]...", help="A YAML file, and values to put over it.", show_default=False
-    ),
+    typer.Argument(metavar="CONFIG|KEY=VALUE", help="A YAML file, and values to put over it.", show_default=False),
 ]
 ModelOption = Annotated[
     str | None,
-    typer.Option(
-        "--model", metavar="MODEL", help="A Hub id, a directory, a .gguf file, package:NAME/FILE, debug:TYPE."
-    ),
+    typer.Option("--model", metavar="MODEL", help="Hub id, directory, .gguf file, package:NAME/FILE or debug:TYPE."),
 ]
 DataOption = Annotated[str | None, typer.Option("--data", metavar="PATH", help="The rows, instead of the config's.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", metavar="DIR", help="The run directory.")]

@@ -80,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _standard_output(reserved=as_json) as out:
         try:
             answer = get_command(app).main(args=words, prog_name="luthier", standalone_mode=False)
+            if answer == INTERRUPTED:  # what typer makes of Ctrl-C
+                raise KeyboardInterrupt
             if not isinstance(answer, Answer):
                 return answer if isinstance(answer, int) else 0
             _print(answer, out, as_json)
@@ -138,13 +140,13 @@ def _usage(error: TyperException) -> str:
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "luthier"
-    sentence = " ".join(str(message).split()).rstrip(".")
+    sentence = " ".join(str(message).replace("Value error, ", "").split()).rstrip(".")
     return f"{path}: {sentence}" if "--help" in sentence else f"{path}: {sentence} (see {path} --help)"
 
 
 @contextmanager
 def _standard_output(*, reserved: bool) -> Iterator[TextIO]:
-    """Where the answer goes. Reserved: whatever else is written to standard output, by any library, goes to standard error."""
+    """Where the answer goes. Reserved: what any library writes to standard output goes to standard error."""
     if not reserved:
         yield sys.stdout
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Annotated
 
 import typer
@@ -32,10 +33,10 @@ def schedule(
     total = steps or config.train.steps
     if total is None:
         raise ConfigError("is missing", where="train.steps", remedy="give --steps, since epochs have no fixed length")
-    from luthier.optim.schedules import learning_rate
+    from luthier.optim.schedules import factor
 
     peak = config.optimizer.learning_rate
-    rates = [peak * learning_rate(step, total, config.schedule) for step in range(1, total + 1)]
+    rates = [peak * factor(step, total, config.schedule) for step in range(total)]
     result = {"name": config.schedule.name, "steps": total, "learning_rate": rates}
     return Answer(result, list(drawing(rates)))
 
@@ -44,7 +45,7 @@ def drawing(rates: Sequence[float]) -> Iterator[str]:
     """Columns of blocks, each the mean of the steps it stands for, with the scale beside and below."""
     width = min(WIDTH, len(rates))
     edges = [round(column * len(rates) / width) for column in range(width + 1)]
-    means = [sum(rates[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(rates[a:b]) / (b - a) for a, b in pairwise(edges)]
     top = max(rates) or 1.0
     eighths = [round(mean / top * HEIGHT * 8) for mean in means]
     for row in reversed(range(HEIGHT)):

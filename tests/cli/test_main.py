@@ -1,0 +1,163 @@
+"""The command starts light, and whatever goes wrong is one sentence and an exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from luthier import __version__
+from luthier.cli.main import VERBS, main
+
+HEAVY = ("torch", "transformers", "datasets", "numpy", "pydantic", "rich")
+
+
+def run(*words: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "luthier", *words]
+    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from luthier.cli.main import main; code = main(['--help']);"
+        f"print([m for m in {HEAVY!r} if m in sys.modules], [m for m in sys.modules if 'luthier.cli.' in m], code)"
+    )
+    answer = run(code=code)
+    *page, last = answer.stdout.splitlines()
+    assert last == "[] ['luthier.cli.frame', 'luthier.cli.main'] 0"
+    assert all(any(line.strip().startswith(name) for line in page) for name in VERBS)
+
+
+def test_the_help_of_every_verb_imports_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import sys; from luthier.cli.main import VERBS, main; codes = [main([verb, '--help']) for verb in VERBS];"
+        "print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules], set(codes))"
+    )
+    assert run(code=code).stdout.splitlines()[-1] == "[] {0}"
+
+
+@pytest.mark.parametrize("words", [["data", "show", "--help"], ["plot", "schedule", "--help"]])
+def test_verbs_of_two_words(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert f"Usage: luthier {words[0]} {words[1]}" in capsys.readouterr().out
+
+
+def test_version_and_help_without_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+    assert main([]) == 0
+    assert "Commands:" in capsys.readouterr().out
+
+
+MISTAKES = [
+    (["trian"], "luthier: No such command 'trian'. Did you mean 'train'? (see luthier --help)"),
+    (
+        ["train", "--modle", "m"],
+        "luthier train: No such option: --modle (Possible options: --model) (see luthier train --help)",
+    ),
+    (
+        ["train", "--resume=sometimes"],
+        "luthier train: Invalid value for '--resume': 'sometimes' is not one of 'auto', 'never', 'must' "
+        "(see luthier train --help)",
+    ),
+    (["export", "run"], "luthier export: Missing option '--output' (see luthier export --help)"),
+    (
+        ["export", "run", "--output=o", "--merge", "--adapter"],
+        "--merge and --adapter exclude each other; leave one of them out",
+    ),
+    (["data"], "luthier data: Missing command (see luthier data --help)"),
+    (["train", "none.yaml"], "none.yaml: there is no such file"),
+    (["train", "--model=m", "--data=d", "train.steps=many"], 'command line: train.steps: "many" is not a whole number'),
+    (
+        ["train", "--model=m", "--data=d", "learning_rate=1"],
+        "command line: learning_rate: is not a known key; did you mean optimizer.learning_rate?",
+    ),
+    (
+        ["train", "--data=d"],
+        "command line: model: is missing; give it as `model: ...` in the file or as --model",
+    ),
+    (["train", "--model=m", "--data=d", "c.yaml", "d.yaml"], None),
+    (["plot", "schedule"], "train.steps: is missing; give --steps, since epochs have no fixed length"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), MISTAKES)
+def test_mistakes_are_one_sentence(
+    words: list[str],
+    sentence: str | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("seed: 1\n")
+    sentence = sentence or 'command line: "d.yaml" is not an override; write key.path=value'
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"error: {sentence}\n"
+
+
+@pytest.mark.parametrize(("words", "sentence"), MISTAKES)
+def test_mistakes_as_json(
+    words: list[str],
+    sentence: str | None,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("seed: 1\n")
+    assert main([*words, "--json"]) == 2
+    out, err = capfd.readouterr()
+    error = json.loads(out)["error"]
+    assert out.count("\n") == 1
+    if words != ["data"]:  # which does not get as far as to know --json
+        assert error["message"] == (sentence or error["message"])
+    assert err == f"error: {error['message']}\n"
+
+
+def test_the_process_leaves_with_2_and_no_traceback() -> None:
+    answer = run("train", "none.yaml")
+    assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", "error: none.yaml: there is no such file\n")
+
+
+def test_an_interruption_leaves_with_130(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    class Interrupted(io.StringIO):
+        def read(self, size: int | None = -1) -> str:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Interrupted())
+    assert main(["generate", "--model=debug:llama"]) == 130
+    assert main(["generate", "--model=debug:llama", "--json"]) == 130
+    out, err = capfd.readouterr()
+    assert "Traceback" not in err
+    assert [json.loads(line)["error"]["kind"] for line in out.splitlines()] == ["Interrupted"]
+
+
+def test_json_keeps_standard_output_to_itself() -> None:
+    """Libraries that print, even past Python's own sys.stdout, do not get between."""
+    code = """
+import os, sys
+from luthier.cli import main, plot
+from luthier.cli.frame import Answer, JsonOption
+
+def noisy(as_json: JsonOption = False) -> Answer:
+    print("from Python")
+    os.write(1, b"from C\\n")
+    return Answer({"loss": float("nan"), "rows": (1, 2)})
+
+plot.app.registered_commands.clear()
+plot.app.command("schedule")(noisy)
+code = main.main(["plot", "schedule", "--json"])
+print("after")
+sys.exit(code)
+"""
+    answer = run(code=code)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == '{"loss": null, "rows": [1, 2]}\nafter\n'
+    assert sorted(answer.stderr.splitlines()) == ["from C", "from Python"]
