@@ -108,6 +108,11 @@ class Checkpointer:
         found = committed(self.directory)
         return found[-1] if found else None
 
+    def clear(self) -> None:
+        """Remove every checkpoint: the run starts anew."""
+        for path in committed(self.directory):
+            self._remove(path)
+
     def save(self, state: TrainState, record: dict[str, Any], *, score: float | None = None) -> None:
         """Write a checkpoint of this very moment; returns once the tensors are copied when asynchronous.
 
@@ -235,10 +240,13 @@ class Checkpointer:
                 kept.add(min(scored, key=lambda path: scores[path]))
         for path in found:
             if path not in kept:
-                # The rename first, so that a crash in the middle of the removal leaves no half checkpoint.
-                doomed = path.with_name(f"{_WRITING}{path.name}")
-                path.rename(doomed)
-                shutil.rmtree(doomed)
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        # The rename first, so that a crash in the middle of the removal leaves no half checkpoint.
+        doomed = path.with_name(f"{_WRITING}{path.name}")
+        path.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def _write(tensors: dict[str, torch.Tensor], writing: Path) -> None:
@@ -247,9 +255,10 @@ def _write(tensors: dict[str, torch.Tensor], writing: Path) -> None:
 
 
 def _allocate_optimizer_state(state: TrainState, stored: dict[str, Any]) -> None:
-    """Make room for the moments as they were stored: an optimizer that has not stepped has none to load into."""
-    state.optimizer.state.clear()
+    """Make room for the states of an optimizer that has none before its first step: a load would drop them silently."""
     for name, parameter in state.model.named_parameters():
+        if state.optimizer.state.get(parameter):
+            continue
         prefix = f"optimizer.{name}."
         for key, metadata in stored.items():
             if key.startswith(prefix) and "." not in key[len(prefix) :]:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from luthier.batch import Batch
-from luthier.engine.state import TrainState
 from luthier.errors import NonFiniteError
 
 
-def first_bad_gradient(state: TrainState) -> str | None:
-    """Name of the first trained parameter whose gradient holds a NaN or infinity."""
-    for name, parameter in state.trainable.items():
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-            return name
-    return None
+def first_bad_gradient(parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """Name of the first parameter whose gradient holds a NaN or infinity."""
+    return next((n for n, p in parameters.items() if p.grad is not None and not torch.isfinite(p.grad).all()), None)
 
 
-def first_bad_weight(state: TrainState) -> str | None:
+def first_bad_weight(model: nn.Module) -> str | None:
     """Name of the first parameter that itself holds a NaN or infinity."""
-    for name, parameter in state.model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            return name
-    return None
+    return next((n for n, p in model.named_parameters() if not torch.isfinite(p).all()), None)
 
 
 def bad_rows(batch: Batch, logprobs: torch.Tensor) -> list[str]:
@@ -44,19 +39,28 @@ def bad_rows(batch: Batch, logprobs: torch.Tensor) -> list[str]:
 
 
 def non_finite_error(
-    step: int, *, loss: float, norm: float | None, tensor: str | None, weight: str | None, rows: Sequence[str]
+    step: int, *, loss: float, norm: float, gradient: str | None, weight: str | None, rows: Sequence[str]
 ) -> NonFiniteError:
-    """The error that stops a run."""
-    what = f"the loss is {loss}" if loss != loss or abs(loss) == float("inf") else f"the gradient norm is {norm}"
+    """The error that stops a run.
+
+    Args:
+        step: counted from 1.
+        loss: of the step.
+        norm: of its gradients.
+        gradient: first parameter with a gradient that is not finite.
+        weight: first parameter that is not finite itself.
+        rows: origins of the documents whose log-probabilities are not finite.
+    """
+    what = f"the gradient norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
     if weight is not None:
-        what += f"; the weight {weight} is not finite itself"
-    elif tensor is not None:
-        what += f"; the first gradient that is not finite is that of {tensor}"
+        what += f", the weight {weight} itself is not finite"
+    elif gradient is not None:
+        what += f", the first gradient that is not finite is that of {gradient}"
     if rows:
         shown = ", ".join(rows[:8])
-        what += f"; rows {shown}" + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
+        what += f", in rows {shown}" + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
     return NonFiniteError(
         what,
         where=f"step {step}",
-        remedy="lower optimizer.learning_rate, look at these rows with `luthier data show`, or set train.on_non_finite=skip",
+        remedy="lower optimizer.learning_rate, look at the rows with luthier data show, or set train.on_non_finite=skip",
     )

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from luthier.optim.optimizer import Optimizer
+
 if TYPE_CHECKING:
+    from luthier.adapters import LoraReport
     from luthier.engine.logprobs import Head
 
 
@@ -34,13 +37,15 @@ class TrainState:
 
     model: Any
     """A Transformers model with adapters in place."""
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     head: Head
     """How hidden states become log-probabilities."""
     device: torch.device
     counters: Counters = field(default_factory=Counters)
-    packing: bool = True
-    """Whether several documents may stand in one microbatch (False where the architecture mixes them)."""
+    lora: LoraReport | None = None
+    """What was adapted; None in full fine-tuning."""
+    packing_fault: str = ""
+    """Why several documents cannot stand in one microbatch of this architecture; empty where they can."""
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:

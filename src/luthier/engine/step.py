@@ -6,15 +6,17 @@ Both return what they measured and decide nothing about what is printed, saved o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from luthier.batch import Batch
+from luthier.engine.guards import first_bad_gradient
 from luthier.engine.state import TrainState
 from luthier.hf.forward import hidden_states
-from luthier.parallel.norm import gradient_norm, scale_gradients
+from luthier.parallel.norm import gradient_norm
 
 LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]
 """loss(logprobs [T], batch) -> scalar. `logprobs` holds log p(target) where the batch's weight is not 0, else 0."""
@@ -39,11 +41,13 @@ class OptimStep:
 
     Attributes:
         gradient_norm: 2-norm of all gradients together, before clipping.
-        applied: False when the norm was not finite: weights and moments are then as before, the gradients are gone.
+        applied: False when loss or norm was not finite: weights and moments are then as before, the gradients are gone.
+        bad_gradient: name of the first parameter whose gradient was not finite.
     """
 
     gradient_norm: float
     applied: bool
+    bad_gradient: str | None = None
 
 
 def forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None = None) -> ForwardBackward:
@@ -80,29 +84,35 @@ def forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None 
 
 
 def optim_step(
-    state: TrainState, *, learning_rate_factor: float = 1.0, max_gradient_norm: float | None = None
+    state: TrainState,
+    *,
+    loss: float = 0.0,
+    learning_rate_factor: float = 1.0,
+    max_gradient_norm: float | None = None,
 ) -> OptimStep:
     """Clip, update, clear the gradients and count the step.
 
     Args:
         state: whose weights change.
+        loss: of this step; when it is not finite nothing is applied, whatever the gradients are.
         learning_rate_factor: multiplies the configured learning rate of every parameter group (a schedule's value).
         max_gradient_norm: gradients are scaled so that their norm is at most this; None for no clipping.
     """
-    parameters = [p for p in state.model.parameters() if p.requires_grad]
-    norm = gradient_norm(parameters)
-    finite = bool(torch.isfinite(norm))
+    trainable = state.trainable
+    norm = gradient_norm(trainable.values())
+    finite = bool(torch.isfinite(norm)) and math.isfinite(loss)
+    bad = None
     if finite:
-        if max_gradient_norm is not None and norm > max_gradient_norm:
-            scale_gradients(parameters, max_gradient_norm / norm)
+        clip = min(1.0, max_gradient_norm / float(norm)) if max_gradient_norm is not None and norm > 0 else 1.0
         for group in state.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * learning_rate_factor
-        state.optimizer.step()
+        state.optimizer.step(gradient_factor=clip)
+    else:
+        bad = first_bad_gradient(trainable)
+        state.counters.skipped_steps += 1
     state.optimizer.zero_grad(set_to_none=True)
     state.counters.step += 1
-    if not finite:
-        state.counters.skipped_steps += 1
-    return OptimStep(float(norm), finite)
+    return OptimStep(float(norm), finite, bad)
 
 
 def _scatter(values: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:

@@ -25,8 +25,3 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     norms = [torch.linalg.vector_norm(g, dtype=dtype) for g, dtype in zip(gradients, widest, strict=True)]
     return torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
 
-
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
-    """Multiply every gradient in place by a scalar."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    torch._foreach_mul_(gradients, float(factor))

@@ -1,0 +1,77 @@
+"""From hidden states to log-probabilities of targets and their gradients, never with a whole [tokens, vocabulary] tensor.
+
+A head that is linear up to a scale, a cap and a bias (checked against the model's own forward when the head is made)
+streams over the vocabulary. Any other head, an adapted one included, is the model's own forward on chunks of positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from luthier.hf.head import head_logits, linear_head
+from luthier.losses.cross_entropy import (
+    DEFAULT_CHUNK,
+    chunked_logprobs,
+    cross_entropy_from_logits,
+    streamed_cross_entropy,
+)
+
+
+class Head:
+    """The output layer of one model.
+
+    Args:
+        model: a Transformers model, adapters in place.
+        chunk: positions at a time.
+    """
+
+    def __init__(self, model: Any, chunk: int = DEFAULT_CHUNK) -> None:
+        self._model = model
+        self._chunk = chunk
+        self._linear = linear_head(model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of log-probabilities: fp32, or float64 for a float64 model."""
+        return torch.float64 if self._model.dtype == torch.float64 else torch.float32
+
+    def cross_entropy(
+        self, hidden: torch.Tensor, targets: torch.Tensor, coefficients: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of coefficient x (-log p(target)), its gradient made on the way.
+
+        Args:
+            hidden: [n, hidden].
+            targets: int64 [n].
+            coefficients: [n], any sign.
+
+        Returns:
+            the loss (float64 scalar, differentiable) and the log-probabilities [n] (without gradient).
+        """
+        if self._linear is None:
+            return cross_entropy_from_logits(self._logits, hidden, targets, coefficients, self._chunk)
+        return streamed_cross_entropy(
+            hidden,
+            self._linear.weight,
+            targets,
+            coefficients,
+            bias=self._linear.bias,
+            scale=self._linear.scale,
+            soft_cap=self._linear.softcap,
+            chunk=self._chunk,
+        )
+
+    def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities [n] whose logits are made again in the backward pass.
+
+        Args:
+            hidden: [n, hidden].
+            targets: int64 [n].
+        """
+        return chunked_logprobs(self._logits, hidden, targets, self._chunk)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] to [n, vocabulary] by the model's own forward."""
+        return head_logits(self._model, hidden)

@@ -1,0 +1,1 @@
+"""A verb each, one readable file each."""

@@ -1,0 +1,39 @@
+"""`luthier evaluate`: the loss of a model on the validation rows of a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from luthier.config import RunConfig
+from luthier.data.loader import Rows, build_rows, iterate_once
+from luthier.engine.evaluate import evaluate as measure
+from luthier.engine.logprobs import Head
+from luthier.hf.forward import packing_is_exact
+from luthier.recipes.setup import inference_model, prepare_process, tokenizer_of
+from luthier.report.progress import stage
+
+
+def evaluate(config: RunConfig, *, adapter: Path | None = None) -> dict[str, Any]:
+    """Measure a model on every validation row once.
+
+    Args:
+        config: names the model, the data and the precision; how it trains is not looked at.
+        adapter: a directory of PEFT files to put on the model.
+
+    Returns:
+        loss (nats a token), perplexity, rows, tokens, trained_tokens.
+    """
+    device = prepare_process(config)
+    tokenizer = tokenizer_of(config)
+    with stage("tokenising") as told:
+        rows = build_rows(config.data, "validation", tokenizer, seed=config.seed, progress=told)
+    assert isinstance(rows, Rows)
+    if config.evaluation.rows is not None:
+        rows = rows.first(config.evaluation.rows)
+    model = inference_model(config, device, adapter)
+    exact, _ = packing_is_exact(model)
+    batches = iterate_once(rows, config.data.sequence_length, packing=config.data.packing and exact)
+    with stage("evaluating") as told:
+        result = measure(model, Head(model), batches, device, progress=lambda done: told(done, len(rows)))
+    return {"model": config.model, "adapter": str(adapter) if adapter else None, **result.to_dict()}

@@ -1,0 +1,112 @@
+"""`luthier export`: what a run has trained, as a directory that Transformers or PEFT opens."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+from luthier.adapters import Merging, save_peft
+from luthier.config import RunConfig
+from luthier.engine.checkpoint import Checkpointer, committed, read_record
+from luthier.engine.state import TrainState
+from luthier.errors import CheckpointError, ConfigError
+from luthier.hf.save import base_dtype, save_model
+from luthier.hf.tokenizer import stop_token_ids
+from luthier.recipes.run_directory import RunDirectory, write_text
+from luthier.recipes.setup import model_source, prepare_process, state_of, tokenizer_of
+from luthier.report.card import model_card
+
+logger = logging.getLogger(__name__)
+
+Form = Literal["merge", "adapter"]
+
+
+def export(run: Path, *, output: Path, step: int | None = None, form: Form | None = None) -> dict[str, Any]:
+    """Write a checkpoint of a run as a directory of its own.
+
+    Args:
+        run: the output directory of a training run.
+        output: where to write.
+        step: which checkpoint; the newest when left out.
+        form: "merge" for a whole model, "adapter" for PEFT files; a whole model when left out.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        ConfigError: adapter files are asked for and the run trained no adapter.
+    """
+    directory, config = RunDirectory.existing(run)
+    checkpoint = _checkpoint(directory, step)
+    device = prepare_process(config)
+    state = state_of(config, device)
+    checkpoints = Checkpointer(directory.checkpoints, trainable_only=trainable_only(config))
+    record = checkpoints.load(state, checkpoint)
+    return {
+        "run": str(run),
+        "step": state.counters.step,
+        **export_state(config, state, record.get("stop_ids", []), output, form, record.get("measured", {})),
+    }
+
+
+def export_state(
+    config: RunConfig,
+    state: TrainState,
+    turn_ends: list[int],
+    output: Path,
+    form: Form | None,
+    measured: dict[str, Any],
+) -> dict[str, Any]:
+    """Write what is in memory; training may go on after it.
+
+    Args:
+        config: of the run.
+        state: what was trained.
+        turn_ends: tokens that ended trained turns; generation of the export stops on them.
+        output: where to write.
+        form: as of `export`.
+        measured: losses for the model card.
+    """
+    if form == "adapter" and state.lora is None:
+        raise ConfigError("this run trained no adapter", where="--adapter", remedy="leave it out for the whole model")
+    source = model_source(config)
+    tokenizer = tokenizer_of(config)
+    card = model_card(config, measured, form=form or "merge")
+    if form == "adapter":
+        save_peft(state.model, output, base_model=config.model, revision=config.revision)
+        tokenizer.save_pretrained(str(output))
+        write_text(output / "README.md", card)
+        return {"export": str(output), "form": "adapter"}
+    merging = Merging(state.model)
+    save_model(
+        state.model,
+        output,
+        tokenizer=tokenizer,
+        stop_tokens=stop_token_ids(tokenizer, state.model.generation_config, turn_ends),
+        dtype=base_dtype(source),
+        card=card,
+        transform=merging,
+    )
+    result: dict[str, Any] = {"export": str(output), "form": "merge"}
+    if state.lora is not None:
+        logger.info("%s", merging.report)
+        result["merged"] = str(merging.report)
+    return result
+
+
+def trainable_only(config: RunConfig) -> bool:
+    """Whether checkpoints leave frozen weights out."""
+    asked = config.checkpoint.trainable_only
+    return asked if asked is not None else config.adapter is not None
+
+
+def _checkpoint(run: RunDirectory, step: int | None) -> Path:
+    found = committed(run.checkpoints)
+    if not found:
+        raise CheckpointError("there is no checkpoint to export", where=str(run.checkpoints))
+    if step is None:
+        return found[-1]
+    steps = {read_record(path)["counters"]["step"]: path for path in found}
+    if step not in steps:
+        there = ", ".join(map(str, steps))
+        raise CheckpointError(f"there is no checkpoint of step {step}", where=str(run.checkpoints), remedy=f"there are {there}")
+    return steps[step]

@@ -1,0 +1,127 @@
+"""The directory of one run: what lies where, who may write, and whether there is something to go on from."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from filelock import FileLock, Timeout
+
+from luthier.config import RunConfig, dump_config, load_config
+from luthier.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Paths inside a run's output directory."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config: `luthier train RUN/config.yaml` repeats the run."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        """What the run leaves: a model directory, or PEFT files."""
+        return self.path / "export"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @staticmethod
+    def existing(path: Path) -> tuple[RunDirectory, RunConfig]:
+        """Open the directory of a run that has been.
+
+        Raises:
+            ConfigError: if it is not one.
+        """
+        run = RunDirectory(path)
+        if not run.config.is_file():
+            raise ConfigError(
+                "is not a run directory", where=str(path), remedy="give the output directory of a luthier train"
+            )
+        return run, load_config(run.config)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Leave the resolved config in the directory."""
+        write_text(self.config, dump_config(config))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Own the directory: one run at a time writes there.
+
+        Raises:
+            ConfigError: if another run is writing, or the path cannot be a directory.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot be the run directory ({error.strerror or error})", where=f"output {self.path}"
+            ) from None
+        lock = FileLock(self.path / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ConfigError(
+                "another run is writing here", where=f"output {self.path}", remedy="wait for it or choose another output"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file whole: aside, flushed to disk, renamed."""
+    aside = path.with_name(f".{path.name}.writing")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+class Interruption:
+    """Turns the first SIGTERM or SIGINT into a wish to stop after the step; a second SIGINT stops at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Interruption:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            try:
+                self._before[number] = signal.signal(number, self._note)
+            except ValueError:  # not the main thread: the embedding program keeps its own handlers
+                break
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = number

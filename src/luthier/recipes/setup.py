@@ -1,0 +1,92 @@
+"""What every recipe does first: the process made ready, the tokenizer, the rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from luthier.config import LoraConfig, RunConfig
+from luthier.data.loader import Rows, StreamRows, build_rows
+from luthier.engine.build import build_model, build_state, choose_device, choose_precision
+from luthier.engine.randomness import seed_everything
+from luthier.engine.state import TrainState
+from luthier.hf.allocator import tune_allocator
+from luthier.hf.source import ModelSource, resolve
+from luthier.hf.tokenizer import load_tokenizer
+from luthier.report.progress import stage
+
+
+def prepare_process(config: RunConfig) -> torch.device:
+    """Allocator, threads, seeds, device."""
+    tune_allocator()
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    seed_everything(config.seed)
+    return choose_device(config.train.device)
+
+
+def model_source(config: RunConfig) -> ModelSource:
+    return resolve(config.model, revision=config.revision)
+
+
+def tokenizer_of(config: RunConfig) -> Any:
+    """The tokenizer of a run, with the chat template that its config names."""
+    return load_tokenizer(
+        model_source(config),
+        tokenizer=config.tokenizer,
+        chat_template=config.data.chat_template,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def rows_of(config: RunConfig, tokenizer: Any) -> tuple[Rows | StreamRows, Rows | None]:
+    """Training rows and, where the config names any, validation rows.
+
+    Raises:
+        ConfigError: there are no training rows.
+        DataError: a source or a row cannot be used.
+    """
+    with stage("tokenising") as told:
+        rows = build_rows(config.data, "train", tokenizer, seed=config.seed, progress=told)
+    held_out: Rows | StreamRows | None = None
+    if config.data.validation or config.data.validation_fraction:
+        with stage("tokenising validation rows") as told:
+            held_out = build_rows(config.data, "validation", tokenizer, seed=config.seed, progress=told)
+        assert isinstance(held_out, Rows)
+        if config.evaluation.rows is not None:
+            held_out = held_out.first(config.evaluation.rows)
+    return rows, held_out
+
+
+def state_of(config: RunConfig, device: torch.device) -> TrainState:
+    """The model and its optimizer."""
+    return build_state(
+        model_source(config),
+        adapter=config.adapter,
+        optimizer=config.optimizer,
+        precision=choose_precision(config.train.precision, device),
+        device=device,
+        attention=config.train.attention,
+        from_scratch=config.from_scratch,
+        trust_remote_code=config.trust_remote_code,
+        seed=config.seed,
+        activation_checkpointing=config.train.activation_checkpointing,
+        compile_layers=config.train.compile,
+    )
+
+
+def inference_model(config: RunConfig, device: torch.device, adapter: Path | None) -> Any:
+    """A config's model without what its training would add, or with the adapters of a directory of PEFT files."""
+    model, _ = build_model(
+        model_source(config),
+        adapter=LoraConfig(start_from=str(adapter)) if adapter is not None else None,
+        precision=choose_precision(config.train.precision, device),
+        device=device,
+        attention=config.train.attention,
+        from_scratch=config.from_scratch,
+        trust_remote_code=config.trust_remote_code,
+        seed=config.seed,
+    )
+    return model.eval()

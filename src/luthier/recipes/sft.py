@@ -1,0 +1,277 @@
+"""Supervised fine-tuning: `luthier train`. Read it from top to bottom and you have seen a fine-tune."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from luthier.config import RunConfig
+from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, StreamRows, iterate_once
+from luthier.engine.checkpoint import Checkpointer, check_unchanged, read_record
+from luthier.engine.evaluate import Evaluation, evaluate
+from luthier.engine.guards import bad_rows, first_bad_weight, non_finite_error
+from luthier.engine.identity import model_digest
+from luthier.engine.state import TrainState
+from luthier.engine.step import forward_backward, optim_step
+from luthier.errors import CheckpointError
+from luthier.optim.schedules import factor
+from luthier.recipes.export import export_state, trainable_only
+from luthier.recipes.run_directory import Interruption, RunDirectory
+from luthier.recipes.setup import prepare_process, rows_of, state_of, tokenizer_of
+from luthier.report.profile import Profiler
+from luthier.report.progress import stage
+from luthier.report.reporter import Reporter, run_log
+
+logger = logging.getLogger(__name__)
+
+Resume = Literal["auto", "never", "must"]
+
+
+@dataclass
+class Course:
+    """What the recipe itself remembers from step to step; part of every checkpoint."""
+
+    validation: dict[str, Any] | None = None
+    """The newest measurement."""
+    best_loss: float | None = None
+    best_step: int | None = None
+    waited: int = 0
+    """Measurements in a row without a lower loss."""
+    loss: float | None = None
+    """Of the newest step."""
+
+
+@dataclass
+class Run:
+    """Everything that a training run works with."""
+
+    config: RunConfig
+    directory: RunDirectory
+    state: TrainState
+    loader: Loader
+    held_out: Rows | None
+    checkpoints: Checkpointer
+    stop_ids: list[int]
+    of: dict[str, Any]
+    report: dict[str, Any]
+    total: int
+    """Optimizer steps of the whole run."""
+    course: Course = field(default_factory=Course)
+
+
+def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:
+    """Run a config to its end, or go on with it.
+
+    Args:
+        config: what the run is.
+        resume: auto goes on from the newest checkpoint in the run directory when there is one, never starts anew, must
+            refuses to start without one.
+
+    Returns:
+        a summary: steps, tokens, losses, paths. `interrupted` names the signal when one ended the run early.
+    """
+    directory = RunDirectory(config.output)
+    with directory.locked(), run_log(directory.log):
+        run = open_run(config, directory, resume)
+        directory.write_config(config)
+        with Interruption() as interruption, Reporter(directory.path, config, run.state, run.total) as report:
+            loop(run, report, interruption)
+            return finish(run, report, interruption)
+
+
+def open_run(config: RunConfig, directory: RunDirectory, resume: Resume) -> Run:
+    """Load data and model, and go on from the newest checkpoint if that is wanted."""
+    device = prepare_process(config)
+    tokenizer = tokenizer_of(config)
+    rows, held_out = rows_of(config, tokenizer)
+    for line in rows.report.lines():
+        logger.info("%s", line)
+    with stage("loading the model"):
+        state = state_of(config, device)
+    logger.info("%s", state.lora or f"full fine-tuning of {sum(p.numel() for p in state.trainable.values()):,} parameters")
+    data = config.data
+    if data.packing and state.packing_fault:
+        logger.warning("packing is off: %s", state.packing_fault)
+        data = data.model_copy(update={"packing": False})
+    loader = Loader(rows, data, config.train, seed=config.seed)
+    run = Run(
+        config=config,
+        directory=directory,
+        state=state,
+        loader=loader,
+        held_out=held_out,
+        checkpoints=Checkpointer(
+            directory.checkpoints,
+            keep=config.checkpoint.keep,
+            keep_best=config.checkpoint.keep_best,
+            trainable_only=trainable_only(config),
+            asynchronous=config.checkpoint.asynchronous,
+        ),
+        stop_ids=list(rows.stop_ids),
+        of=identity(config, state),
+        report=rows.report.to_dict(),
+        total=loader.steps_total(),
+    )
+    newest = run.checkpoints.latest()
+    if newest is not None and resume != "never":
+        go_on(run, newest)
+    elif resume == "must":
+        raise CheckpointError("there is no checkpoint to go on from", where=str(directory.checkpoints))
+    elif newest is not None:
+        run.checkpoints.clear()
+    return run
+
+
+def loop(run: Run, report: Reporter, interruption: Interruption) -> None:
+    """The training loop."""
+    config, state = run.config, run.state
+    profiler = Profiler(config.train.profile, run.directory.profile)
+    for batch in run.loader:
+        with profiler.step(state.counters.step + 1):
+            measured = take_step(run, batch)
+        report.step(state.counters, batch, measured)
+        last = state.counters.step == run.total
+        if run.held_out is not None and (last or due(config.evaluation.every, state.counters.step)):
+            report.validation(state.counters.step, measure(run))
+        stop = interruption.signal is not None or enough(run)
+        if last or stop or due(config.checkpoint.every, state.counters.step):
+            save(run)
+        if stop:
+            break
+
+
+def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
+    """One optimizer step on one global batch.
+
+    Returns:
+        loss (nats a token), gradient_norm and learning_rate.
+
+    Raises:
+        NonFiniteError: loss or gradient is not finite, and train.on_non_finite says stop.
+    """
+    config, state = run.config, run.state
+    factor_of_weights = 1 / batch.total_weight if batch.total_weight else 0.0
+    outputs = [forward_backward(state, microbatch.scaled(factor_of_weights)) for microbatch in batch.microbatches]
+    loss = float(torch.stack([output.loss for output in outputs]).sum())
+    rate = factor(state.counters.step, run.total, config.schedule)
+    update = optim_step(
+        state, loss=loss, learning_rate_factor=rate, max_gradient_norm=config.train.max_gradient_norm
+    )
+    state.counters.rows += batch.rows
+    state.counters.tokens += batch.tokens
+    state.counters.trained_tokens += batch.trained_tokens
+    run.course.loss = loss
+    if not update.applied:
+        error = non_finite_error(
+            state.counters.step,
+            loss=loss,
+            norm=update.gradient_norm,
+            gradient=update.bad_gradient,
+            weight=first_bad_weight(state.model),
+            rows=[
+                row
+                for microbatch, output in zip(batch.microbatches, outputs, strict=True)
+                for row in bad_rows(microbatch, output.logprobs)
+            ],
+        )
+        if config.train.on_non_finite == "stop":
+            raise error
+        logger.warning("step skipped: %s", error)
+    return {"loss": loss, "gradient_norm": update.gradient_norm, "learning_rate": rate * config.optimizer.learning_rate}
+
+
+def measure(run: Run) -> Evaluation:
+    """The validation loss now, and what it means for the best and for stopping early."""
+    assert run.held_out is not None
+    config, state, course = run.config, run.state, run.course
+    batches = iterate_once(
+        run.held_out, config.data.sequence_length, packing=config.data.packing and not state.packing_fault
+    )
+    with stage("evaluating") as told:
+        rows = len(run.held_out)
+        result = evaluate(state.model, state.head, batches, state.device, progress=lambda done: told(done, rows))
+    course.validation = {"step": state.counters.step, **result.to_dict()}
+    if course.best_loss is None or result.loss < course.best_loss:
+        course.best_loss, course.best_step, course.waited = result.loss, state.counters.step, 0
+    else:
+        course.waited += 1
+    return result
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint of this moment."""
+    validation = run.course.validation
+    fresh = validation is not None and validation["step"] == run.state.counters.step
+    record = {
+        "loader": run.loader.state.to_dict(),
+        "of": run.of,
+        "course": asdict(run.course),
+        "stop_ids": run.stop_ids,
+    }
+    run.checkpoints.save(run.state, record, score=validation["loss"] if validation is not None and fresh else None)
+
+
+def go_on(run: Run, checkpoint: Path) -> None:
+    """Put everything back as it was when the checkpoint was taken.
+
+    Raises:
+        CheckpointError: it was taken of other data, another batch or another model.
+    """
+    record = read_record(checkpoint)
+    check_unchanged(record["of"], run.of, checkpoint)
+    run.loader.restore(LoaderState.from_dict(record["loader"]))
+    run.checkpoints.load(run.state, checkpoint)
+    run.course = Course(**record["course"])
+    logger.info("going on from step %d", run.state.counters.step)
+
+
+def finish(run: Run, report: Reporter, interruption: Interruption) -> dict[str, Any]:
+    """Wait for the last checkpoint, export what a finished run has learnt, and sum up."""
+    run.checkpoints.wait()
+    counters, course = run.state.counters, run.course
+    summary: dict[str, Any] = {
+        "output": str(run.directory.path),
+        "steps": counters.step,
+        "steps_total": run.total,
+        "skipped_steps": counters.skipped_steps,
+        "tokens": counters.tokens,
+        "trained_tokens": counters.trained_tokens,
+        "loss": course.loss,
+        "validation": course.validation,
+        "best": {"step": course.best_step, "loss": course.best_loss} if course.best_step is not None else None,
+        "stopped_early": enough(run),
+        "interrupted": signal.Signals(interruption.signal).name if interruption.signal is not None else None,
+        "data": run.report,
+    }
+    if interruption.signal is None:
+        form: Literal["merge", "adapter"] = "adapter" if run.state.lora is not None else "merge"
+        measured = {"loss": course.loss, "validation": course.validation}
+        with stage("exporting"):
+            summary |= export_state(run.config, run.state, run.stop_ids, run.directory.export, form, measured)
+    return summary
+
+
+def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:
+    """What a checkpoint must have been taken of for this run to go on with it; the loader checks data and batch."""
+    return {
+        "model": f"{config.model} ({model_digest(state.model)})",
+        "adapter": config.adapter.model_dump(mode="json") if config.adapter is not None else None,
+        "optimizer.name": config.optimizer.name,
+        "train.precision": str(state.model.dtype).removeprefix("torch."),
+        "seed": config.seed,
+    }
+
+
+def due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
+def enough(run: Run) -> bool:
+    """Whether the validation loss has not fallen for long enough to stop early."""
+    patience = run.config.evaluation.early_stopping
+    return patience is not None and run.course.waited >= patience

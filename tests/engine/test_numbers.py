@@ -1,0 +1,163 @@
+"""The numbers contract: loss, gradients and log-probabilities are those of plain Transformers, each document alone."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from luthier.batch import Batch, Sample
+from luthier.config import LoraConfig
+from luthier.config.sections import SGDConfig
+from luthier.engine.build import DTYPES, build_state
+from luthier.engine.logprobs import Head
+from luthier.engine.state import TrainState
+from luthier.engine.step import forward_backward
+from luthier.hf.source import resolve
+from luthier.hf.tiny import debug_config
+from tests.oracles.plain import gradient_error, plain_model, save_strong, weighted_sum
+
+TYPES = ["llama", "qwen2", "qwen3", "gemma2", "cohere2", "granite", "gpt2", "phi", "mixtral"]
+FLOAT64_BOUND = {"gemma2": 1e-6, "cohere2": 1e-6, "mixtral": 1e-6}  # these cast to fp32 inside
+LENGTHS = [23, 1, 40, 7, 12]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {kind: save_strong(debug_config(kind), root / kind) for kind in TYPES}
+
+
+def documents(seed: int = 0) -> list[Sample]:
+    generator = np.random.default_rng(seed)
+    samples = []
+    for length in LENGTHS:
+        ids = generator.integers(4, 260, length + 1)
+        weights = generator.choice([0.0, 1.0, 0.5], length + 1).astype(np.float32)
+        samples.append(Sample.from_ids(ids, weights, f"row {len(samples)}"))
+    return samples
+
+
+def ready(path: Path | str, precision: str, adapter: LoraConfig | None = None) -> TrainState:
+    return build_state(
+        resolve(str(path)),
+        adapter=adapter,
+        optimizer=SGDConfig(name="sgd"),
+        precision=precision,  # type: ignore[arg-type]
+        device=torch.device("cpu"),
+    )
+
+
+def run(state: TrainState, batches: list[Batch], factor: float) -> tuple[float, dict[str, torch.Tensor]]:
+    state.optimizer.zero_grad()
+    loss = sum(float(forward_backward(state, batch.scaled(factor)).loss) for batch in batches)
+    return loss, {name: p.grad.clone() for name, p in state.trainable.items() if p.grad is not None}
+
+
+def layouts(samples: list[Sample]) -> dict[str, list[Batch]]:
+    return {
+        "packed": [Batch.pack(samples)],
+        "alone": [Batch.pack([sample]) for sample in samples],
+        "accumulated": [Batch.pack(samples[:2]), Batch.pack(samples[2:])],
+    }
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_float64_equals_plain_transformers(models: dict[str, Path], kind: str) -> None:
+    samples = documents()
+    factor = 1 / sum(float(s.weights.sum()) for s in samples)
+    reference = weighted_sum(plain_model(models[kind], torch.float64), samples, factor)
+    bound = FLOAT64_BOUND.get(kind, 1e-10)
+    state = ready(models[kind], "fp64")
+    for name, batches in layouts(samples).items():
+        loss, gradients = run(state, batches, factor)
+        assert loss == pytest.approx(reference.loss, rel=1e-7 if bound > 1e-10 else 1e-12), name
+        assert gradient_error(gradients, reference.gradients) < bound, name
+    for chunk in (1, 3, 10_000):
+        state.head = Head(state.model, chunk)
+        _, gradients = run(state, layouts(samples)["packed"], factor)
+        assert gradient_error(gradients, reference.gradients) < bound, chunk
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_fp32_is_within_two_in_a_million_of_float64(kind: str, tmp_path: Path) -> None:
+    samples = documents()
+    factor = 1 / sum(float(s.weights.sum()) for s in samples)
+    state = ready(f"debug:{kind}", "fp32")
+    state.model.save_pretrained(tmp_path)
+    reference = weighted_sum(plain_model(tmp_path, torch.float64), samples, factor)
+    for name, batches in layouts(samples).items():
+        _, gradients = run(state, batches, factor)
+        assert gradient_error(gradients, reference.gradients) < 2e-6, name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", TYPES)
+def test_strong_weights_are_as_near_to_float64_as_plain_transformers(
+    models: dict[str, Path], kind: str, precision: str
+) -> None:
+    samples = documents()
+    factor = 1 / sum(float(s.weights.sum()) for s in samples)
+    reference = weighted_sum(plain_model(models[kind], torch.float64), samples, factor).gradients
+    plain = weighted_sum(plain_model(models[kind], DTYPES[precision]), samples, factor).gradients
+    allowed = 1.5 * gradient_error(plain, reference)
+    state = ready(models[kind], precision)
+    for name, batches in layouts(samples).items():
+        _, gradients = run(state, batches, factor)
+        assert gradient_error(gradients, reference) <= allowed, name
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_loss_of_ones_own_gets_the_same_logprobs_and_gradients(models: dict[str, Path], kind: str) -> None:
+    samples = documents()
+    reference = weighted_sum(plain_model(models[kind], torch.float64), samples)
+    state = ready(models[kind], "fp64")
+    batch = Batch.pack(samples)
+    expected = torch.cat(reference.logprobs)
+    chosen = batch.weights[0] != 0
+
+    def cross_entropy_again(logprobs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return -(logprobs * batch.weights[0]).sum()
+
+    output = forward_backward(state, batch, cross_entropy_again)
+    bound = FLOAT64_BOUND.get(kind, 1e-10)
+    assert (output.logprobs[chosen] - expected[chosen]).abs().max() < bound
+    gradients = {name: p.grad for name, p in state.trainable.items() if p.grad is not None}
+    assert gradient_error(gradients, reference.gradients) < bound
+
+
+def test_a_microbatch_without_trained_tokens_adds_nothing(models: dict[str, Path]) -> None:
+    state = ready(models["qwen3"], "fp64")
+    batch = Batch.pack(documents())
+    forward_backward(state, batch)
+    before = {name: p.grad.clone() for name, p in state.trainable.items()}
+    output = forward_backward(state, batch.scaled(0.0))
+    assert float(output.loss) == 0.0
+    assert all(torch.equal(p.grad, before[name]) for name, p in state.trainable.items())
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_activation_checkpointing_changes_no_gradient(models: dict[str, Path], policy: str) -> None:
+    samples = documents()
+    for kind in ("qwen3", "gemma2"):
+        _, expected = run(ready(models[kind], "fp64"), layouts(samples)["packed"], 1.0)
+        state = build_state(
+            resolve(str(models[kind])),
+            adapter=None,
+            optimizer=SGDConfig(name="sgd"),
+            precision="fp64",
+            device=torch.device("cpu"),
+            activation_checkpointing=policy,  # type: ignore[arg-type]
+        )
+        _, gradients = run(state, layouts(samples)["packed"], 1.0)
+        assert gradient_error(gradients, expected) < 1e-12
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+def test_an_adapter_changes_no_bit_before_its_first_step(models: dict[str, Path], kind: str, precision: str) -> None:
+    samples = documents()
+    base = ready(models[kind], precision)
+    adapted = ready(models[kind], precision, LoraConfig(rank=4, target=["all-linear"]))
+    batch = Batch.pack(samples)
+    assert torch.equal(forward_backward(adapted, batch).logprobs, forward_backward(base, batch).logprobs)
