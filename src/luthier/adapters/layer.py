@@ -167,7 +167,7 @@ def detach(layer: LoraLayer) -> nn.Module:
         the same object.
     """
     if layer.lora_siblings is not None:
-        layer.lora_siblings.forget()
+        layer.lora_siblings.part()
     for name in ("lora_A", "lora_B", "lora_spec", "lora_shape", "lora_siblings"):
         delattr(layer, name)
     base = type(layer).__mro__[2]

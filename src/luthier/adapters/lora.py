@@ -1,7 +1,8 @@
 """LoRA on a model: which layers, what trains, and the one line that says so.
 
 On meta, before loading, `apply_lora` puts the adapters in place; after loading, `finish_lora` settles the ties, gives
-the adapters their first values and freezes the rest. On a model that has its weights already, `apply_lora` does both.
+the adapters their first values, freezes the rest and finds which layers share their input. On a model that has its
+weights already, `apply_lora` does both.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from luthier.adapters.init import initialise_adapters
 from luthier.adapters.layer import LoraSpec, adapted_layers
 from luthier.adapters.peft_config import PeftConfig, read_peft_config
 from luthier.adapters.peft_files import load_peft
+from luthier.adapters.siblings import find_siblings
 from luthier.adapters.structure import attach_all, freeze, settle_ties, trains_one_end, wholly_trained
 from luthier.adapters.targets import resolve_modules, resolve_targets
 from luthier.config import LoraConfig
@@ -101,6 +103,7 @@ def finish_lora(model: Any, config: LoraConfig, seed: int = 0) -> LoraReport:
     else:
         initialise_adapters(model, seed)
     freeze(model)
+    find_siblings(model)
     return report(model, config)
 
 

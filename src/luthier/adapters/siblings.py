@@ -1,39 +1,46 @@
-"""Adapted layers that share their input are computed together by the first of them that is called.
+"""Adapted layers that share their input (q, k and v; gate and up) are computed together by the first that is called.
 
-Which layers do is not read from names: in the first forward pass the layers of one parent are watched, and those that
-got the very same tensor form a group. From then on the first computes all, and the others hand out what was laid by for
-them if they are called with that same tensor, unchanged; otherwise they compute for themselves. So a wrong guess costs
-time and never changes a number, and a group whose outputs are left over is given up for good.
+Which layers do is not read from names: in one small forward pass at set-up the layers of each parent are watched, and
+those that get the very same tensor form a group. From then on the first computes all, and the others hand out what was
+laid by for them if they are called with that same tensor, unchanged; otherwise they compute for themselves. So a wrong
+guess costs time and never changes a number. A group never changes while training: activation checkpointing relies on
+every forward pass keeping the same tensors.
 """
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from luthier.adapters.layer import LoraLayer
 
 
 class Siblings:
-    """The adapted layers of one parent that could share an input, and what has been found out about them."""
+    """Adapted layers of one parent that share their input.
 
-    def __init__(self) -> None:
-        self._groups: dict[LoraLayer, list[LoraLayer]] | None = None
-        self._watched: dict[LoraLayer, tuple[weakref.ref[Tensor], list[LoraLayer]]] = {}
+    Args:
+        layers: in the order in which they are called.
+    """
+
+    def __init__(self, layers: list[LoraLayer]) -> None:
+        self.layers = layers
         self._input: Tensor | None = None
         self._version = -1
         self._waiting: dict[LoraLayer, Tensor] = {}
+        for layer in layers:
+            layer.lora_siblings = self
 
-    def __reduce__(self) -> tuple[type[Siblings], tuple[()]]:
-        return Siblings, ()  # a copy of the model watches for itself
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layers": self.layers, "_input": None, "_version": -1, "_waiting": {}}  # a copy starts with empty hands
 
-    def forget(self) -> None:
-        """Start over: the layers have changed."""
-        self._groups, self._watched = None, {}
-        self._input, self._waiting = None, {}
+    def part(self) -> None:
+        """Let every layer compute for itself from now on."""
+        for layer in self.layers:
+            layer.lora_siblings = None
 
     def output(self, layer: LoraLayer, x: Tensor) -> Tensor:
         """What `layer` makes of x, computed now or when the first of its group was called.
@@ -50,39 +57,66 @@ class Siblings:
             if not self._waiting:
                 self._input = None
             return y
-        if self._waiting:
-            self._input, self._waiting = None, {}
-            self._groups = {}  # the guess was wrong
-        if self._groups is None:
-            self._watch(layer, x)
-        group = (self._groups or {}).get(layer, [layer])
-        outputs = layer.fused(x, None, group)
-        if len(group) > 1:
-            self._input, self._version = x, x._version
-            self._waiting = dict(zip(group[1:], outputs[1:], strict=True))
+        self._input, self._waiting = None, {}
+        if layer is not self.layers[0]:
+            return layer.fused(x, None, [layer])[0]
+        outputs = layer.fused(x, None, self.layers)
+        self._input, self._version = x, x._version
+        self._waiting = dict(zip(self.layers[1:], outputs[1:], strict=True))
         return outputs[0]
 
-    def _watch(self, layer: LoraLayer, x: Tensor) -> None:
-        """Note who was called with what; a layer's second call ends the watching."""
-        if any(layer in group for _, group in self._watched.values()):
-            self._groups = {group[0]: group for _, group in self._watched.values()}
-            self._watched = {}
-            return
-        for seen, group in self._watched.values():
-            if seen() is x and alike(group[0], layer):
-                group.append(layer)
-                return
-        self._watched[layer] = (weakref.ref(x), [layer])
+
+@torch.no_grad()
+def find_siblings(model: Any) -> list[Siblings]:
+    """Watch a model for two tokens, without gradients, and group the adapted layers that share their input.
+
+    Args:
+        model: a Transformers model with adapters in place and nothing on meta.
+
+    Returns:
+        the groups; each layer of theirs knows its own.
+    """
+    from luthier.adapters.layer import adapted_layers
+
+    layers = dict(adapted_layers(model))
+    calls: dict[str, list[tuple[LoraLayer, Tensor]]] = defaultdict(list)
+
+    def watch(parent: str) -> Any:
+        def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if inputs:
+                calls[parent].append((layer, inputs[0]))  # type: ignore[arg-type]
+
+        return note
+
+    for layer in layers.values():
+        if layer.lora_siblings is not None:
+            layer.lora_siblings.part()
+    hooks = [layer.register_forward_pre_hook(watch(name.rpartition(".")[0])) for name, layer in layers.items()]
+    training = model.training
+    model.eval()
+    try:
+        model(input_ids=torch.tensor([[0, 1]], device=next(iter(layers.values())).weight.device), use_cache=False)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    found = []
+    for family in calls.values():
+        groups: list[tuple[Tensor, list[LoraLayer]]] = []
+        for layer, x in family:
+            group = next((group for seen, group in groups if seen is x and _alike(group[0], layer)), None)
+            groups.append((x, [layer])) if group is None else group.append(layer)
+        once = [layer for layer, _ in family]
+        found += [Siblings(group) for _, group in groups if len(group) > 1 and all(once.count(e) == 1 for e in group)]
+    return found
 
 
-def alike(one: LoraLayer, other: LoraLayer) -> bool:
-    """Whether one product may compute two layers: same inputs, scale and dtypes, and no hooks that might intervene."""
+def _alike(one: LoraLayer, other: LoraLayer) -> bool:
+    """Whether one product may compute two layers."""
     return (
         one.lora_shape.inputs == other.lora_shape.inputs
         and one.lora_shape.transposed == other.lora_shape.transposed
         and one.lora_spec.scale == other.lora_spec.scale
         and one.weight.dtype == other.weight.dtype
         and one.lora_A.weight.dtype == other.lora_A.weight.dtype
-        and not other._forward_pre_hooks
-        and not other._forward_hooks
     )

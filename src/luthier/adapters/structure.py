@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 from luthier.adapters.layer import LoraSpec, adapted_layers, attach
-from luthier.adapters.siblings import Siblings
 from luthier.hf.anatomy import Anatomy, describe
 
 
@@ -25,13 +23,8 @@ def attach_all(
         trained: full names of the modules that are trained whole.
         dtype: of the adapters; each base weight's when left out.
     """
-    families = defaultdict(list)
     for name, spec in specs.items():
-        families[name.rpartition(".")[0]].append(attach(model.get_submodule(name), spec, dtype))
-    for family in families.values():
-        group = Siblings() if len(family) > 1 else None
-        for layer in family:
-            layer.lora_siblings = group
+        attach(model.get_submodule(name), spec, dtype)
     model.lora_trained = tuple(trained)  # type: ignore[assignment]
 
 

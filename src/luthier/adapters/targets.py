@@ -106,9 +106,9 @@ def _nothing(
     known = [*usable, ALL_LINEAR, *_endings(linear)]
     others = [name for name, _ in model.named_modules() if name == item or name.endswith(f".{item}")]
     what = f"{item!r} adapts nothing in {type(model).__name__}"
-    if others and excluded:
+    if excluded and (others or roles.get(item)):
         what += ", since what it names is trained whole (adapter.train_modules)"
-    elif others:
+    elif others and item not in roles:
         what += f": {others[0]} is a {type(model.get_submodule(others[0])).__name__}, not a linear layer"
     close = None if others or item in roles else nearest(item, known)
     remedy = f"did you mean {close!r}?" if close else f"choose from {', '.join(known)}"
