@@ -77,8 +77,8 @@ def tokenise(
         return replace(_cached(reader, names, _key(reader), progress), origins=names)
     except OSError as error:
         remedy = "set LUTHIER_CACHE to a directory that can be written, or data.cache: false"
-        where = str(cache_directory())
-        raise DataError(f"the cache cannot be written ({error.strerror or error})", where=where, remedy=remedy) from error
+        what, where = f"the cache cannot be written ({error.strerror or error})", str(cache_directory())
+        raise DataError(what, where=where, remedy=remedy) from error
 
 
 def _cached(reader: SourceReader, names: list[str], key: str, progress: Progress | None) -> Tokenised:
@@ -125,19 +125,17 @@ def _write(reader: SourceReader, names: list[str], directory: Path, progress: Pr
 def _fill(reader: SourceReader, names: list[str], writer: Writer, progress: Progress | None) -> dict[str, Any]:
     places = {name: index for index, name in enumerate(names)}
     total = reader.source.rows if reader.source.format == "random" else None
-    unit = "line"
     done = 0
     for document, raw in enumerate(reader.rows()):
         origin = raw[1]
-        unit = origin.unit
         for sample in reader.samples(raw):
-            writer.add(sample, document, places[origin.file], origin.number)
+            writer.add(sample, document, places[origin.file], origin)
         done = document + 1
         if progress is not None and done % _TOLD_EVERY == 0:
             progress(done, total)
     if progress is not None:
         progress(done, done)
-    return writer.meta(names, unit, reader.report, reader.stop_ids)
+    return writer.meta(names, reader.report, reader.stop_ids)
 
 
 def _key(reader: SourceReader) -> str:

@@ -108,9 +108,28 @@ class Masker:
         except UserError as error:
             raise BadRow(error.what, reason="refused by the chat template") from error
 
-    def _by_tags(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, weights: Sequence[float]
-    ) -> Masked:
+    def refuse_lost_content(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> set[str]:
+        """Roles whose text the template changes (or, for a system message, leaves out).
+
+        Raises:
+            BadRow: the template leaves the content of another message out.
+        """
+        text = self.text(messages, tools)
+        changed = set()
+        for number, message in enumerate(messages):
+            content = message.get("content")
+            if not isinstance(content, str) or content.strip() in text:
+                continue
+            if message["role"] != "system" and self._with_other_content(messages, tools, number) == text:
+                raise BadRow(
+                    f"the chat template leaves out what message {number + 1} ({message['role']}) says",
+                    reason="content that the chat template leaves out",
+                    remedy="name a template that renders it (data.chat_template)",
+                )
+            changed.add(message["role"])
+        return changed
+
+    def _by_tags(self, messages: Sequence[Message], tools: Sequence[Any] | None, weights: Sequence[float]) -> Masked:
         try:
             ids, mask = render_with_mask(self._encoder.tokenizer, messages, tools)
         except UserError as error:
@@ -136,26 +155,26 @@ class Masker:
                 ids, trained = [*ids, self._ends.marker], [*trained, 0.0]
             close = min(close, len(ids))
             trained[start:close] = [weight] * (close - start)
-            stops |= {ids[close - 1]} & self._encoder.added
+            stops |= self._counted_stop(ids[close - 1]) & self._encoder.added
         return Masked(ids, trained, frozenset(stops))
 
     def _closed(self, ids: list[int], start: int, end: int) -> int:
-        """Where a tagged span ends when the token that ends the turn is counted in; len + 1 if it is yet to be added."""
+        """Where a tagged span ends, the token that ends the turn counted in; len + 1 if it is yet to be added."""
         last = end - 1
         while last > start and self._encoder.is_blank(ids[last]):
             last -= 1
-        if ids[last] in (self._ends.known or self._encoder.special):
+        if ids[last] in self._ends.known:
             return last + 1
         following = end
         while following < len(ids) and self._encoder.is_blank(ids[following]):
             following += 1
-        if following < len(ids):
-            return following + 1 if ids[following] in self._encoder.special else end
-        return len(ids) + 1 if self._ends.own is None else end
+        if following == len(ids):
+            return len(ids) + 1 if self._ends.own is None else end
+        # a span that ends with a control token of its own is closed, unless the usual one follows
+        closing = self._ends.known if ids[last] in self._encoder.special else self._encoder.special
+        return following + 1 if ids[following] in closing else end
 
-    def _derived(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, weights: Sequence[float]
-    ) -> Masked:
+    def _derived(self, messages: Sequence[Message], tools: Sequence[Any] | None, weights: Sequence[float]) -> Masked:
         text = self.text(messages, tools)
         ids = self._encoder.encode_rendered(text)
         trained = [0.0] * len(ids)
@@ -196,21 +215,44 @@ class Masker:
         if not text.startswith(prompt):
             before = self.text(messages[:turn], tools)
             if not text.startswith(before):
-                raise _inconsistent(turn, "the template renders earlier turns otherwise once later ones follow")
+                return self._start_after_rewriting(messages, tools, turn, text, ids, prompt.removeprefix(before))
         return _common(ids, self._encoder.encode_rendered(prompt))
 
     def _header_end(self, messages: Sequence[Message], tools: Sequence[Any] | None, turn: int, ids: list[int]) -> int:
-        content = messages[turn].get("content")
-        other = "Q" if isinstance(content, str) and content.lstrip()[:1] != "Q" else "Z"
-        changed = [*messages[:turn], {"role": "assistant", "content": other + _SENTINEL}, *messages[turn + 1 :]]
-        start = _common(ids, self._encoder.encode_rendered(self.text(changed, tools)))
+        start = _common(ids, self._encoder.encode_rendered(self._with_other_content(messages, tools, turn)))
         if start >= len(ids):
             raise _inconsistent(turn, "the template leaves its content out")
         return start
 
-    def _end(
-        self, message: Message, turn: int, until: str, text: str, ids: list[int], start: int
-    ) -> tuple[int, int]:
+    def _start_after_rewriting(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        turn: int,
+        text: str,
+        ids: list[int],
+        header: str,
+    ) -> int:
+        """The start of a turn whose past the template renders otherwise once later turns follow (thinking taken out).
+
+        The turn is where the rendering changes with its content; it starts where the generation prompt before that
+        place ends.
+        """
+        changes = _common(text, self._with_other_content(messages, tools, turn))
+        first = self._encoder.first_special(header)
+        anchor = text.rfind(first, 0, changes) if first else -1
+        if anchor < 0 or not header.startswith(first):
+            raise _inconsistent(turn, "the template renders earlier turns otherwise once later ones follow")
+        given = text[: anchor + _common(text[anchor:], header)]
+        return _common(ids, self._encoder.encode_rendered(given))
+
+    def _with_other_content(self, messages: Sequence[Message], tools: Sequence[Any] | None, turn: int) -> str:
+        content = messages[turn].get("content")
+        other = "Q" if isinstance(content, str) and content.lstrip()[:1] != "Q" else "Z"
+        changed = {"role": messages[turn]["role"], "content": other + _SENTINEL}
+        return self.text([*messages[:turn], changed, *messages[turn + 1 :]], tools)
+
+    def _end(self, message: Message, turn: int, until: str, text: str, ids: list[int], start: int) -> tuple[int, int]:
         """Index after the token that ends a turn, and that token; the index is len(ids) + 1 if it is to be added."""
         upto = self._encoder.encode_rendered(until)
         shared = _common(ids, upto)
@@ -234,7 +276,7 @@ class Masker:
             return self._first_end(message, turn, ids, place)
         rest = text[len(until) :].lstrip()
         following = next((index for index in range(place, len(ids)) if ids[index] in self._encoder.special), None)
-        if following is None or not rest.startswith(self._encoder.tokenizer.convert_ids_to_tokens(ids[following])):
+        if following is None or not rest.startswith(self._encoder.token_text(ids[following])):
             raise _inconsistent(turn, "the next turn begins with no token that generation could stop on")
         return following + 1, ids[following]
 
@@ -301,12 +343,10 @@ def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
     return [(start - 1, end - 1) for start, end in zip(starts, ends, strict=True)]
 
 
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the common prefix."""
+def _common(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Length of the common prefix of two lists, or of two texts."""
     size = min(len(left), len(right))
-    if left[:size] == right[:size]:
-        return size
-    return next(index for index in range(size) if left[index] != right[index])
+    return next((index for index in range(size) if left[index] != right[index]), size)
 
 
 def _inconsistent(turn: int, why: str) -> BadRow:

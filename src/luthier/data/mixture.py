@@ -31,7 +31,7 @@ def epoch_sizes(sizes: Sequence[int], weights: Sequence[float] | None) -> list[i
     if weights is None:
         return list(sizes)
     # as many epochs' worth of the whole mixture as the scarcest source can fill
-    scale = min(size / weight for size, weight in zip(sizes, weights, strict=True))
+    scale = min((size / weight for size, weight in zip(sizes, weights, strict=True) if size), default=0.0)
     return [
         max(1, min(size, int(scale * weight + 1e-6))) if size else 0
         for size, weight in zip(sizes, weights, strict=True)

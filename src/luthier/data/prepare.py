@@ -1,8 +1,9 @@
-"""Rows to samples: read, format, fit; faults become errors or counts. Every way to the samples of a source is this one."""
+"""Rows to samples: read, format, fit; faults become errors or counts. Cache and stream both go this way."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,16 +53,14 @@ class SourceReader:
             DataError: the source cannot be read, holds no rows, or its format cannot be told.
         """
         if self.source.format == "random":
-            numbered = (
-                (row, Origin("random", row["number"] + 1, "row")) for row in random_rows(self.source)
-            )
+            numbered = ((row, Origin("random", row["number"] + 1, "row")) for row in random_rows(self.source))
             self._make("random")
             yield from numbered
             return
         rows = read_rows(self.source, self.files, self.loaded)
         first = list(itertools.islice(rows, _PEEKED))
         if not first:
-            raise DataError("no rows", where=_names(self.source, self.files))
+            raise DataError(f"no rows in {_names(self.source, self.files)}")
         if self._format is None:
             # the first rows together, since the very first may be the one that lacks a column
             columns = dict.fromkeys(name for row, _ in first if not isinstance(row, BadRow) for name in row)
@@ -121,6 +120,9 @@ class SourceReader:
     def _make(self, name: str) -> None:
         if self._format is None:
             self._format = make_format(name, self.tokenizer, self.source)
+            remarks: Counter[str] | None = getattr(self._format, "remarks", None)
+            if remarks is not None:
+                self.report.remarks = remarks
 
 
 def _names(source: SourceConfig, files: list[Path] | None) -> str:

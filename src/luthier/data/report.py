@@ -38,6 +38,7 @@ class DataReport:
         skipped: reason -> rows that could not be used (on_bad_row: skip).
         empty: rows without text.
         truncated, dropped, split: rows longer than sequence_length, by what happened to them.
+        remarks: what is worth knowing about rows that were kept -> how many.
         untrained: samples left out because no trained token was in them, or was left after cutting.
         cut_tokens: tokens that truncation took away.
         tokens, trained_tokens: positions kept, and those of them that are trained on.
@@ -55,6 +56,7 @@ class DataReport:
     cut_tokens: int = 0
     tokens: int = 0
     trained_tokens: int = 0
+    remarks: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -77,13 +79,15 @@ class DataReport:
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.skipped.update(other.skipped)
+        self.remarks.update(other.remarks)
         for kind, places in other.examples.items():
             for place in places:
                 self.note(kind, place)
 
     def lines(self) -> list[str]:
         """The report in words, a sentence a line; what did not happen is not mentioned."""
-        told = [f"{_rows(self.read)} read, {self.kept:,} kept: {self.tokens:,} tokens, {self.trained_tokens:,} trained on"]
+        kept = f"{self.kept:,} kept: {self.tokens:,} tokens, {self.trained_tokens:,} trained on"
+        told = [f"{_rows(self.read)} read, {kept}"]
         for reason, count in sorted(self.skipped.items()):
             told.append(f"{_rows(count)} skipped: {reason}{self._first(reason)}")
         for count, what, kind in (
@@ -95,6 +99,7 @@ class DataReport:
         ):
             if count:
                 told.append(f"{_rows(count)} {what}{self._first(kind)}")
+        told += [f"{_rows(count)} kept {remark}" for remark, count in sorted(self.remarks.items())]
         return told
 
     def _first(self, kind: str) -> str:
@@ -104,12 +109,14 @@ class DataReport:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         counts: dict[str, Any] = {name: getattr(self, name) for name in _COUNTS}
-        return {**counts, "skipped": dict(self.skipped), "examples": {k: list(v) for k, v in self.examples.items()}}
+        examples = {kind: list(places) for kind, places in self.examples.items()}
+        return {**counts, "skipped": dict(self.skipped), "remarks": dict(self.remarks), "examples": examples}
 
     @staticmethod
     def from_dict(value: dict[str, Any]) -> DataReport:
         counts = {name: int(value[name]) for name in _COUNTS}
-        return DataReport(**counts, skipped=Counter(value["skipped"]), examples=dict(value["examples"]))
+        skipped, remarks = Counter(value["skipped"]), Counter(value["remarks"])
+        return DataReport(**counts, skipped=skipped, remarks=remarks, examples=dict(value["examples"]))
 
 
 _COUNTS = (

@@ -15,6 +15,7 @@ import numpy as np
 
 from luthier.batch import Sample
 from luthier.data.report import DataReport
+from luthier.data.sources.origin import Origin
 
 COLUMNS: dict[str, str] = {
     "tokens": "<i4",
@@ -27,7 +28,10 @@ COLUMNS: dict[str, str] = {
     "origin_file": "<i4",
     "origin_number": "<i8",
 }
-"""Name -> dtype. The first three have an entry per position, the others an entry per sample."""
+"""Name -> dtype. The first three have an entry per position, the others an entry per sample.
+
+An origin number counts lines, or rows where it is negative.
+"""
 _META = "meta.json"
 
 
@@ -39,7 +43,6 @@ class Tokenised:
         columns: the arrays of `COLUMNS`.
         starts: int64 [samples + 1], where each sample begins in the first three.
         origins: names that `origin_file` points at.
-        unit: what origin numbers count.
         report: what became of the rows.
         stop_ids: tokens that ended what the model is to say.
         content: hash over sizes and checksums of all arrays.
@@ -48,7 +51,6 @@ class Tokenised:
     columns: dict[str, np.ndarray]
     starts: np.ndarray
     origins: list[str]
-    unit: str
     report: DataReport
     stop_ids: list[int]
     content: str
@@ -65,7 +67,7 @@ class Tokenised:
         """File and line of a sample."""
         file = self.origins[int(self.columns["origin_file"][index])]
         number = int(self.columns["origin_number"][index])
-        return f"{file}:{number}" if self.unit == "line" else f"{file}:row {number}"
+        return str(Origin(file, number) if number >= 0 else Origin(file, -number, "row"))
 
 
 class Writer:
@@ -80,7 +82,7 @@ class Writer:
         self._checks = dict.fromkeys(COLUMNS, 0)
         self._sizes = dict.fromkeys(COLUMNS, 0)
 
-    def add(self, sample: Sample, document: int, origin_file: int, origin_number: int) -> None:
+    def add(self, sample: Sample, document: int, origin_file: int, origin: Origin) -> None:
         """Append a sample that came from the `document`-th row."""
         values: dict[str, Any] = {
             "tokens": sample.tokens,
@@ -91,7 +93,7 @@ class Writer:
             "weight_sums": [sample.weights.sum(dtype=np.float64)],
             "document": [document],
             "origin_file": [origin_file],
-            "origin_number": [origin_number],
+            "origin_number": [origin.number if origin.unit == "line" else -origin.number],
         }
         for name, value in values.items():
             data = np.asarray(value).astype(COLUMNS[name]).tobytes()
@@ -99,13 +101,12 @@ class Writer:
             self._checks[name] = zlib.crc32(data, self._checks[name])
             self._sizes[name] += len(data)
 
-    def meta(self, origins: list[str], unit: str, report: DataReport, stop_ids: set[int]) -> dict[str, Any]:
+    def meta(self, origins: list[str], report: DataReport, stop_ids: set[int]) -> dict[str, Any]:
         """What has to be known to read the arrays back, and to tell whether they are whole."""
         columns = {name: [self._sizes[name], self._checks[name]] for name in COLUMNS}
         return {
             "columns": columns,
             "origins": origins,
-            "unit": unit,
             "report": report.to_dict(),
             "stop_ids": sorted(stop_ids),
         }
@@ -132,7 +133,6 @@ def assemble(meta: dict[str, Any], read: Callable[[str], np.ndarray]) -> Tokenis
         columns=columns,
         starts=starts,
         origins=list(meta["origins"]),
-        unit=str(meta["unit"]),
         report=DataReport.from_dict(meta["report"]),
         stop_ids=[int(token) for token in meta["stop_ids"]],
         content=hashlib.sha256(json.dumps(meta["columns"], sort_keys=True).encode()).hexdigest(),

@@ -1,4 +1,4 @@
-"""Text to ids for rows of data: what BOS and EOS do, which ids are special, and a cache for texts that share their parts.
+"""Text to ids for rows of data: what BOS and EOS do, which ids are special, and a cache for texts that share parts.
 
 Deriving which tokens train renders the same conversation many times, each a little longer. Special tokens cut a text
 before anything else happens to it, so each piece between them is encoded once and then looked up.
@@ -49,6 +49,7 @@ class Encoder:
         ]
         self._ids = {text: self.encode(text) for text in cutting}
         pattern = "|".join(re.escape(text) for text in sorted(cutting, key=len, reverse=True))
+        self._special_text = re.compile(pattern or r"(?!)")
         self._cut: re.Pattern[str] | None = re.compile(f"({pattern})") if pattern and self._can_cut(cutting) else None
 
     def encode(self, text: str) -> list[int]:
@@ -71,8 +72,16 @@ class Encoder:
 
     def is_blank(self, token: int) -> bool:
         """Whether a token is nothing but white space."""
-        text = self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return token not in self.special and not text.strip()
+        return token not in self.special and not self.token_text(token).strip()
+
+    def token_text(self, token: int) -> str:
+        """The text of one token, control tokens as they are written."""
+        return str(self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def first_special(self, text: str) -> str:
+        """The first control token in a text as it is written there; an empty text if there is none."""
+        found = self._special_text.search(text)
+        return found.group() if found else ""
 
     def _by_pieces(self, text: str) -> list[int]:
         assert self._cut is not None

@@ -18,7 +18,8 @@ class Format(Protocol):
     """A row format. `format: package.module:Class` in a source names one of your own.
 
     A format may also have an attribute `stop_ids`, a set of the token ids that end what the model says; generation
-    and the exported generation config stop on them.
+    and the exported generation config stop on them. And an attribute `remarks`, a Counter of what is worth knowing
+    about rows ("without their system message").
     """
 
     def __init__(self, tokenizer: Tokenizer, source: SourceConfig) -> None:
@@ -46,7 +47,7 @@ def text_of(row: Row, column: str) -> str | None:
         return None
     if not isinstance(value, str):
         kind = type(value).__name__
-        raise BadRow(f"column {column!r} holds a value of type {kind}, not text", reason=f"column {column!r} is no text")
+        raise BadRow(f"column {column!r} holds {kind}, not text", reason=f"column {column!r} is no text")
     return value if value.strip() else None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ class ChatFormat:
         self._turns = Conversations(tokenizer)
         self._source = source
         self.stop_ids = self._turns.stop_ids
+        self.remarks = self._turns.remarks
 
     def __call__(self, row: Row) -> Samples:
         column = self._source.column or next((name for name in MESSAGE_COLUMNS if name in row), "messages")
@@ -48,11 +51,13 @@ class Conversations:
 
     Attributes:
         stop_ids: tokens that ended a trained turn so far.
+        remarks: roles whose text the template leaves out or changes -> rows.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._masker = Masker(Encoder(tokenizer))
         self.stop_ids: set[int] = set()
+        self.remarks: Counter[str] = Counter()
 
     def sample(
         self,
@@ -84,6 +89,7 @@ class Conversations:
         ]
         shown = self._renderable(messages, tools)
         self._refuse_lost_tools(shown, tools)
+        self._remark_on_lost_content(shown, tools)
         masked = self._masker(shown, tools, counted, train_on_input)
         self.stop_ids |= masked.stops
         return Sample.from_ids(masked.ids, masked.weights) if len(masked.ids) > 1 else None
@@ -91,16 +97,30 @@ class Conversations:
     def _renderable(
         self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None
     ) -> Sequence[Mapping[str, Any]]:
-        """The messages with null contents (beside tool calls) as the template takes them: null, else empty."""
-        if all(message["content"] is not None for message in messages):
+        """The messages as the template takes them: null contents null or empty, arguments of calls as objects or text.
+
+        Raises:
+            BadRow: the template takes them in no way.
+        """
+        if not any(message.get("tool_calls") for message in messages):
             return messages
         filled = [{**m, "content": ""} if m["content"] is None else m for m in messages]
-        try:
-            text = self._masker.text(messages, tools)
-        except BadRow:
-            return filled
-        # some templates print the word None for a null content
-        return messages if "None" not in text or "None" in self._masker.text(filled, tools) else filled
+        refused: BadRow | None = None
+        for candidate in (messages, filled, _with_text_arguments(messages), _with_text_arguments(filled)):
+            try:
+                text = self._masker.text(candidate, tools)
+                # some templates print the word None for a null content
+                if candidate is messages and "None" in text and "None" not in self._masker.text(filled, tools):
+                    continue
+                return candidate
+            except BadRow as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
+
+    def _remark_on_lost_content(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> None:
+        for role in self._masker.refuse_lost_content(messages, tools):
+            self.remarks[f"with {role} text that the chat template leaves out or changes"] += 1
 
     def _refuse_lost_tools(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> None:
         text = self._masker.text(messages, tools) if tools else ""
@@ -130,6 +150,20 @@ def with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, A
     if not system or not messages or messages[0]["role"] in ("system", "developer"):
         return messages
     return [{"role": "system", "content": system}, *messages]
+
+
+def _with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with the arguments of tool calls as JSON text, which some templates paste in as it is."""
+
+    def as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+        inner = dict(call.get("function", call))
+        if not isinstance(inner.get("arguments", ""), str):
+            inner["arguments"] = json.dumps(inner["arguments"], ensure_ascii=False)
+        return {**call, "function": inner} if "function" in call else inner
+
+    return [
+        {**m, "tool_calls": [as_text(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages
+    ]
 
 
 def _lost(what: str) -> BadRow:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from luthier.config.sections import SourceConfig
@@ -16,7 +16,12 @@ from luthier.data.formats.text import TextFormat
 from luthier.errors import ConfigError, DataError, UserError
 from luthier.hf.render import Tokenizer
 
-FORMATS = {"text": TextFormat, "instruct": InstructFormat, "chat": ChatFormat, "random": RandomFormat}
+FORMATS: dict[str, Callable[[Tokenizer, SourceConfig], Format]] = {
+    "text": TextFormat,
+    "instruct": InstructFormat,
+    "chat": ChatFormat,
+    "random": RandomFormat,
+}
 _WORKS = (
     "text (a column text), chat (messages or conversations), instruct (instruction and output, or prompt and "
     "completion), or name the columns with data.*.column or data.*.columns"
@@ -60,12 +65,11 @@ def make_format(name: str, tokenizer: Tokenizer, source: SourceConfig) -> Format
         UserError: there is no such format, or it refuses the source.
     """
     if name in FORMATS:
-        made: Format = FORMATS[name](tokenizer, source)
-        return made
+        return FORMATS[name](tokenizer, source)
     module_name, colon, class_name = name.partition(":")
     if not colon:
-        known = ", ".join(FORMATS)
-        raise ConfigError(f"there is no format {name!r}", where="data.*.format", remedy=f"use {known}, or package.module:Class")
+        remedy = f"use {', '.join(FORMATS)}, or package.module:Class"
+        raise ConfigError(f"there is no format {name!r}", where="data.*.format", remedy=remedy)
     if str(Path.cwd()) not in sys.path:
         # a format beside the config file is found, as it is with `python -m`
         sys.path.insert(0, str(Path.cwd()))

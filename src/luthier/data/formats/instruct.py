@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from luthier.config.sections import SourceConfig
@@ -28,9 +29,9 @@ TEMPLATES = ("chat", "plain")
 class InstructFormat:
     """Rows of (instruction, input, output) or (prompt, completion).
 
-    `options.template` says how they are laid out. "chat": as a user and an assistant turn of the chat template. "plain":
-    prompt and completion as one text. Left out: Alpaca columns go through the chat template if there is one, and
-    prompt and completion stay plain, since they usually bring their own markers.
+    `options.template` says how they are laid out. "chat": as a user and an assistant turn of the chat template.
+    "plain": prompt and completion as one text. Left out: Alpaca columns go through the chat template if there is
+    one, and prompt and completion stay plain, since they usually bring their own markers.
 
     Raises:
         UserError: a column map or an option that makes no sense, or no chat template where one is asked for.
@@ -49,9 +50,11 @@ class InstructFormat:
         self._encoder = Encoder(tokenizer)
         self._source = source
         self._turns: Conversations | None = None
+        self.remarks: Counter[str] = Counter()
         self._by_chat = template == "chat" or (template is None and chat_template_of(tokenizer) is not None)
         if template == "chat":
-            self._turns = Conversations(tokenizer)
+            # without a chat template this is refused before any row is read
+            self._conversations()
 
     @property
     def stop_ids(self) -> set[int]:
@@ -93,9 +96,7 @@ class InstructFormat:
 
     def _chat(self, prompt: str, answer: str, system: str | None) -> Samples:
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        return self._conversations().sample(
-            with_system(turns, system), None, [1.0, 1.0], self._source.train_on_input
-        )
+        return self._conversations().sample(with_system(turns, system), None, [1.0, 1.0], self._source.train_on_input)
 
     def _conversational(self, row: Row, asked: str, answered: str) -> Samples:
         """Prompt and completion as lists of messages: the turns of the completion train."""
@@ -116,6 +117,7 @@ class InstructFormat:
     def _conversations(self) -> Conversations:
         if self._turns is None:
             self._turns = Conversations(self._tokenizer)
+            self._turns.remarks = self.remarks
         return self._turns
 
     def _pair(self, row: Row) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Conversations as data sets write them, brought to one shape: role, content, and what a chat template reads besides."""
+"""Conversations as data sets write them, brought to one shape: role, content, and what else a template reads."""
 
 from __future__ import annotations
 

@@ -23,9 +23,10 @@ def random_rows(source: SourceConfig) -> Iterator[dict[str, Any]]:
 
 
 class RandomFormat:
-    """Rows of `options.minimum` to `options.maximum` tokens, the first share `options.masked` of each not trained on.
+    """Rows of `options.minimum` to `options.maximum` tokens; the first share `options.masked` of each is given only.
 
-    `options.vocabulary` is the number of different tokens (all of the tokenizer's when left out), `options.seed` the seed.
+    `options.vocabulary` is the number of different tokens (all that the tokenizer has when left out), `options.seed`
+    the seed.
 
     Raises:
         ConfigError: an option that there is not, or that makes no sense.

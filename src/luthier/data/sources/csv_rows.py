@@ -1,4 +1,4 @@
-"""Comma-separated values and their relatives: the separator is found, quotes may be doubled, fields may hold newlines."""
+"""Comma-separated values: the separator is found, quotes may be doubled, fields may hold newlines."""
 
 from __future__ import annotations
 

@@ -47,9 +47,9 @@ def read_json(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
     in_list = text[place : place + 1] == "["
     if in_list:
         place = _skip(text, place + 1)
-    first = True
+    number = 0
     while place < len(text) and not (in_list and text[place] == "]"):
-        if in_list and not first:
+        if in_list and number:
             if text[place] != ",":
                 raise _broken(path, text, place, "a comma or ] is missing")
             place = _skip(text, place + 1)
@@ -61,8 +61,9 @@ def read_json(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
             raise _broken(path, text, error.pos, _reason(error)) from error
         except (RecursionError, ValueError) as error:
             raise _broken(path, text, place, str(error)) from error
-        yield _checked(value), Origin(str(path), line)
-        place, first = _skip(text, end), False
+        number += 1
+        yield _checked(value), Origin(str(path), number, "row") if in_list else Origin(str(path), line)
+        place = _skip(text, end)
     if in_list:
         if place >= len(text):
             raise _broken(path, text, place, "the list is not closed")
@@ -89,4 +90,4 @@ def _broken(path: Path, text: str, place: int, reason: str) -> DataError:
 
 
 def _reason(error: json.JSONDecodeError) -> str:
-    return error.msg[:1].lower() + error.msg[1:]
+    return (error.msg[:1].lower() + error.msg[1:]).removesuffix(" at")

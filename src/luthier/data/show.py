@@ -1,0 +1,62 @@
+"""A row as the model sees it: token by token, the trained tokens in colour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.text import Text
+
+from luthier.batch import Sample
+from luthier.hf.render import Tokenizer
+
+TRAINED, GIVEN, EDGE = "bold green", "dim", "bright_black"
+_LONGEST_CHARACTER = 4
+
+
+def tokens_of(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The tokens of a row as plain data: ids, text, weight. The tokens of one character stand together."""
+    ids = [int(sample.tokens[0]), *(int(token) for token in sample.targets)]
+    weights = [0.0, *(float(weight) for weight in sample.weights)]
+    return [
+        {"ids": ids[start:end], "text": text, "weight": weights[start]}
+        for start, end, text in _pieces(ids, weights, tokenizer)
+    ]
+
+
+def render_row(sample: Sample, tokenizer: Tokenizer) -> Text:
+    """A row for the terminal: a line of counts, then its tokens with a thin line between them.
+
+    Trained tokens are green and bold, the others dim; a line end shows as a sign and a line end.
+    """
+    trained = int((sample.weights != 0).sum())
+    shown = Text()
+    shown.append(f"{sample.origin or 'row'}: {len(sample) + 1:,} tokens, {trained:,} trained on\n", style="bold")
+    for token in tokens_of(sample, tokenizer):
+        text = str(token["text"]).replace("\r", "␍").replace("\t", "⇥").replace("\n", "⏎\n")
+        visible = "".join(c if c.isprintable() or c == "\n" else f"\\u{ord(c):04x}" for c in text)
+        shown.append(visible, style=TRAINED if token["weight"] else GIVEN)
+        if not visible.endswith("\n"):
+            shown.append("│", style=EDGE)
+    return shown
+
+
+def _pieces(ids: list[int], weights: list[float], tokenizer: Tokenizer) -> Iterator[tuple[int, int, str]]:
+    start = 0
+    while start < len(ids):
+        end = start + 1
+        text = _decode(tokenizer, ids[start:end])
+        first = end, text
+        # a character of several bytes may lie in several tokens, none of which is text alone
+        most = min(len(ids), start + _LONGEST_CHARACTER)
+        while "\ufffd" in text and end < most and weights[end] == weights[start]:
+            end += 1
+            text = _decode(tokenizer, ids[start:end])
+        if "\ufffd" in text:
+            end, text = first
+        yield start, end, text
+        start = end
+
+
+def _decode(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
