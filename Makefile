@@ -11,7 +11,8 @@ SHELL := bash
 PYTHON ?= python3
 TORCH_INDEX ?=
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint .venv/constraints.txt
+# Compiling all of torch's Python files beforehand costs more time than it saves.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint .venv/constraints.txt
 HAS_CUDA := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 
 .PHONY: help demo test bench lint format reference clean

