@@ -78,7 +78,8 @@ def test_streamed_is_the_formula(
     assert error(logprobs[trained], want_logprobs[trained]) < bound
     assert (logprobs[~trained] == 0).all()
     for leaf, gradient in zip([hidden, weight, bias], want, strict=False):
-        assert leaf.grad is not None and leaf.grad.dtype == dtype
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == dtype
         assert error(leaf.grad, gradient) < bound
 
 
@@ -92,7 +93,8 @@ def test_huge_logits_are_right(size: float, dtype: torch.dtype, tile: int | None
     want_loss, _, want = oracle(hidden, weight, None, targets, coefficients)
     bound = 1e-12 if dtype == torch.float64 else 1e-4  # fp32 logits of 1e3 are themselves off by 1e-4
     assert error(loss, want_loss) < bound
-    assert error(hidden.grad, want[0]) < bound and error(weight.grad, want[1]) < bound
+    assert error(hidden.grad, want[0]) < bound
+    assert error(weight.grad, want[1]) < bound
 
 
 @pytest.mark.parametrize("offset", [-300.0, 300.0])
@@ -104,7 +106,8 @@ def test_shifted_logits_are_right(offset: float) -> None:
     loss.backward()
     want_loss, _, want = oracle(hidden, weight, bias, targets, coefficients)
     assert error(loss, want_loss) < 1e-4
-    assert error(hidden.grad, want[0]) < 1e-4 and error(bias.grad, want[2]) < 1e-4
+    assert error(hidden.grad, want[0]) < 1e-4
+    assert error(bias.grad, want[2]) < 1e-4
 
 
 def test_largest_logit_far_beyond_the_first_columns() -> None:
@@ -115,7 +118,8 @@ def test_largest_logit_far_beyond_the_first_columns() -> None:
     loss, _ = streamed_cross_entropy(hidden, weight, targets, coefficients, tile=32)
     loss.backward()
     want_loss, _, want = oracle(hidden, weight, None, targets, coefficients)
-    assert error(loss, want_loss) < 1e-6 and error(hidden.grad, want[0]) < 1e-5
+    assert error(loss, want_loss) < 1e-6
+    assert error(hidden.grad, want[0]) < 1e-5
 
 
 def test_confident_tokens_keep_their_gradient() -> None:
@@ -133,7 +137,8 @@ def test_confident_tokens_keep_their_gradient() -> None:
             leaf, weight.to(dtype), None, torch.tensor([3]), torch.ones(1, dtype=torch.float64)
         )
         assert 0 < want_loss < 1e-6
-        assert error(loss, want_loss) < bound and error(logprobs, want_logprobs) < bound
+        assert error(loss, want_loss) < bound
+        assert error(logprobs, want_logprobs) < bound
         assert error(leaf.grad, want[0]) < bound
 
 
@@ -148,9 +153,11 @@ def test_nothing_to_train_gives_zero_and_gradients(n: int) -> None:
         for leaf in (hidden, weight, bias):
             leaf.grad = None
         loss.backward()
-        assert loss.item() == 0 and logprobs.shape == (n,)
+        assert loss.item() == 0
+        assert logprobs.shape == (n,)
         for leaf in (hidden, weight, bias):
-            assert leaf.grad is not None and not leaf.grad.any()
+            assert leaf.grad is not None
+            assert not leaf.grad.any()
 
 
 def test_chunks_and_tiles_change_nothing_but_rounding() -> None:
@@ -161,7 +168,8 @@ def test_chunks_and_tiles_change_nothing_but_rounding() -> None:
         loss.backward()
         results.append((loss.detach(), hidden.grad, weight.grad))
     for loss, hidden_gradient, weight_gradient in results[1:]:
-        assert hidden_gradient is not None and weight_gradient is not None
+        assert hidden_gradient is not None
+        assert weight_gradient is not None
         torch.testing.assert_close(loss, results[0][0], rtol=1e-6, atol=0)
         torch.testing.assert_close(hidden_gradient, results[0][1], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(weight_gradient, results[0][2], rtol=1e-5, atol=1e-6)
@@ -200,7 +208,8 @@ def test_chunked_logprobs_have_all_gradients(chunk: int) -> None:
 def test_chunked_logprobs_of_nothing() -> None:
     hidden, weight, _, targets, _ = make(0, torch.float32)
     logprobs = chunked_logprobs(lambda states: states @ weight.T, hidden, targets)
-    assert logprobs.shape == (0,) and logprobs.dtype == torch.float32
+    assert logprobs.shape == (0,)
+    assert logprobs.dtype == torch.float32
     logprobs.sum().backward()
     assert hidden.grad is not None
 
@@ -210,7 +219,8 @@ def test_without_gradients_only_values() -> None:
     with torch.no_grad():
         loss, logprobs = streamed_cross_entropy(hidden, weight, targets, coefficients)
         other, _ = cross_entropy_from_logits(lambda h: h @ weight.T, hidden, targets, coefficients)
-    assert not loss.requires_grad and not other.requires_grad
+    assert not loss.requires_grad
+    assert not other.requires_grad
     torch.testing.assert_close(loss, other)
     assert not logprobs.requires_grad
 

@@ -2,9 +2,9 @@
 
 | the coefficients are | the head is | use |
 | --- | --- | --- |
-| known | linear (with scale, cap, bias) | `streamed_cross_entropy`: one pass over the vocabulary, gradient made in the forward |
-| known | anything | `cross_entropy_from_logits`: chunks of logits, gradient made in the forward |
-| known only later (DPO, policy losses) | anything | `chunked_logprobs`: chunks of logits, made again in the backward |
+| known | linear (scale, cap, bias) | `streamed_cross_entropy`: one pass over the vocabulary, gradient on the way |
+| known | anything | `cross_entropy_from_logits`: chunks of logits, gradient on the way |
+| known later (DPO, policy losses) | anything | `chunked_logprobs`: chunks of logits, made again in the backward |
 
 The softmax is in fp32, or float64 for float64. Positions of coefficient 0 never reach the head.
 """
@@ -19,8 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from luthier.losses.streaming import Gradients, LinearHead, stream
 
-DEFAULT_CHUNK = 512
-"""Positions at a time."""
+DEFAULT_CHUNK = 1024
+"""Positions at a time: large matrix products, and the weight is read once for most rows of a microbatch."""
+_LOGITS_CHUNK = 256
+"""Positions at a time where a chunk of logits is whole."""
+_KEPT_BYTES = 192 << 20
+"""Scores kept for the gradient of the weight are at most this large."""
 
 _TILE_CPU, _TILE_DEVICE = 2048, 16384
 """Columns of the vocabulary at a time: on the CPU a tile of scores stays in the second-level cache."""
@@ -51,7 +55,7 @@ def streamed_cross_entropy(
         bias: [vocabulary] or None.
         scale: factor on the logits.
         soft_cap: cap on the scaled logits, soft_cap * tanh(logits / soft_cap).
-        chunk: positions at a time; where the weight trains, chunk * vocabulary numbers are kept for a moment.
+        chunk: positions at a time; fewer where the weight trains, whose scores are kept for a moment.
         tile: columns of the vocabulary at a time; None = what suits the device.
 
     Returns:
@@ -59,7 +63,8 @@ def streamed_cross_entropy(
         were left out. The loss has gradients for hidden, weight and bias; the log-probabilities have none.
 
     >>> hidden = torch.zeros(2, 4, requires_grad=True)
-    >>> loss, logprobs = streamed_cross_entropy(hidden, torch.zeros(8, 4), torch.tensor([1, 2]), torch.tensor([1.0, 0.0]))
+    >>> targets, coefficients = torch.tensor([1, 2]), torch.tensor([1.0, 0.0])
+    >>> loss, logprobs = streamed_cross_entropy(hidden, torch.zeros(8, 4), targets, coefficients)
     >>> round(loss.item(), 4), [round(x, 4) for x in logprobs.tolist()]
     (2.0794, [-2.0794, 0.0])
     """
@@ -70,14 +75,17 @@ def streamed_cross_entropy(
         rows = coefficients.nonzero()[:, 0]
         chosen, chosen_targets, factors = hidden[rows], targets[rows], coefficients[rows]
         chosen_gradient = torch.empty_like(chosen) if wants[0] else None
-        weight_gradient = torch.zeros_like(weight) if wants[1] else None
-        bias_gradient = torch.zeros_like(head.bias) if head.bias is not None and wants[2] else None
+        make = torch.empty_like if len(rows) else torch.zeros_like
+        weight_gradient = make(head.weight) if wants[1] else None
+        bias_gradient = make(head.bias) if head.bias is not None and wants[2] else None
+        if any(wants[1:]):
+            chunk = min(chunk, max(64, _KEPT_BYTES // (len(weight) * weight.element_size())))
         found = torch.zeros(len(targets), dtype=_wide(hidden), device=hidden.device)
         width = tile or (_TILE_CPU if hidden.device.type == "cpu" else _TILE_DEVICE)
         for start in range(0, len(rows), chunk):
             here = slice(start, start + chunk)
             part = None if chosen_gradient is None else chosen_gradient[here]
-            buffers = Gradients(part, weight_gradient, bias_gradient) if any(wants) else None
+            buffers = Gradients(part, weight_gradient, bias_gradient, add=start > 0) if any(wants) else None
             found[rows[here]] = stream(chosen[here], head, chosen_targets[here], factors[here], buffers, width)
         loss = -_exact_sum(coefficients, found)
         if not any(wants):
@@ -94,7 +102,7 @@ def cross_entropy_from_logits(
     hidden: torch.Tensor,
     targets: torch.Tensor,
     coefficients: torch.Tensor,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int = _LOGITS_CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of coefficient * -log p(target) for any head, with its gradient made on the way.
 
@@ -115,7 +123,7 @@ def cross_entropy_from_logits(
     leaves: list[torch.Tensor] = []
     sums: list[torch.Tensor] = []
     for number, start in enumerate(range(0, max(len(rows), 1), chunk)):
-        # A batch without trained tokens sends one position of coefficient 0 through the head: gradients that exist and are 0.
+        # Without trained tokens one position of coefficient 0 goes through: the gradients exist and are 0.
         here = rows[start : start + chunk] if len(rows) else torch.zeros(min(1, len(targets)), dtype=torch.int64)
         piece = hidden.detach()[here].requires_grad_(hidden_gradient is not None)
         with torch.set_grad_enabled(training):
@@ -131,7 +139,7 @@ def cross_entropy_from_logits(
         wanted = ([piece] if piece.requires_grad else []) + leaves
         parts = list(torch.autograd.grad(loss, wanted, allow_unused=True))
         if hidden_gradient is not None:
-            hidden_gradient[here] = cast(torch.Tensor, parts.pop(0))
+            hidden_gradient[here] = parts.pop(0)
         for total, part in zip(sums, parts, strict=True):
             if part is not None:
                 total += part
@@ -140,7 +148,7 @@ def cross_entropy_from_logits(
 
 
 def chunked_logprobs(
-    logits_fn: LogitsFunction, hidden: torch.Tensor, targets: torch.Tensor, chunk: int = DEFAULT_CHUNK
+    logits_fn: LogitsFunction, hidden: torch.Tensor, targets: torch.Tensor, chunk: int = _LOGITS_CHUNK
 ) -> torch.Tensor:
     """Log-probabilities of the targets, whose logits are made again in the backward pass.
 
@@ -160,7 +168,7 @@ def chunked_logprobs(
             part = checkpoint(_logprobs_of, logits_fn, hidden[here], targets[here], use_reentrant=False)
         else:
             part = _logprobs_of(logits_fn, hidden[here], targets[here])
-        parts.append(cast(torch.Tensor, part))
+        parts.append(part)
     if not parts:
         return hidden.sum(1).to(_wide(hidden))
     return torch.cat(parts)
