@@ -161,3 +161,17 @@ sys.exit(code)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout == '{"loss": null, "rows": [1, 2]}\nafter\n'
     assert sorted(answer.stderr.splitlines()) == ["from C", "from Python"]
+
+
+def test_a_fault_of_our_own_shows_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("luthier.cli.plot.drawing", lambda rates: 1 / 0)
+    assert main(["plot", "schedule", "--steps=3"]) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.endswith("ZeroDivisionError: division by zero\n")
+    assert main(["plot", "schedule", "--steps=3", "--json"]) == 1
+    out, err = capfd.readouterr()
+    assert json.loads(out)["error"] == {"kind": "InternalError", "message": "ZeroDivisionError: division by zero"}
+    assert "Traceback" in err

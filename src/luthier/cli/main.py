@@ -133,7 +133,10 @@ def _fail(message: str, details: dict[str, Any], kind: str, code: int, out: Text
 
 def _crash(error: Exception, out: TextIO | None) -> int:
     traceback.print_exception(error)
-    return _fail(f"{type(error).__name__}: {error}", {}, "InternalError", 1, out)
+    if out is not None:
+        message = f"{type(error).__name__}: {error}"
+        print(to_json({"error": {"kind": "InternalError", "message": message}}), file=out, flush=True)
+    return 1
 
 
 def _usage(error: TyperException) -> str:

@@ -33,4 +33,8 @@ def train(
     config = run_config(arguments, model=model, data=data, output=output)
     from luthier.recipes import sft
 
-    return Answer(sft.train(config, resume=resume, dry_run=dry_run))
+    if dry_run:
+        from luthier.recipes.dry_run import dry_run as rehearse
+
+        return Answer(rehearse(config))
+    return Answer(sft.train(config, resume=resume))
