@@ -66,15 +66,20 @@ def save_strong(config: Any, directory: Path, scale: float = 1.0, seed: int = 0)
     return directory
 
 
-def gradient_error(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], tiny: float = 1e-13) -> float:
-    """Worst over tensors of largest difference / largest entry; gradients that are zero in exact arithmetic, absolutely."""
+def gradient_errors(
+    ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], tiny: float = 1e-13
+) -> dict[str, float]:
+    """Per tensor, largest difference / largest entry; gradients that are zero in exact arithmetic, absolutely."""
     assert ours.keys() == reference.keys(), ours.keys() ^ reference.keys()
     biggest = max(float(g.abs().max()) for g in reference.values())
-    worst = 0.0
+    errors = {}
     for name, expected in reference.items():
         difference = float((ours[name].double() - expected.double()).abs().max())
         size = float(expected.abs().max())
-        worst = max(worst, difference / size if size > tiny * biggest else difference / biggest)
-    return worst
+        errors[name] = difference / (size if size > tiny * biggest else biggest)
+    return errors
 
 
+def gradient_error(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    """The worst of `gradient_errors`."""
+    return max(gradient_errors(ours, reference).values())

@@ -145,3 +145,27 @@ def _must_part(model: Any) -> bool:
     if not anatomy.tied or anatomy.head is None:
         return False
     return isinstance(model.get_submodule(anatomy.head), LoraLayer)
+
+
+class Merging:
+    """Merges weights on their way into an export, one at a time, while the model goes on training.
+
+    Call it with a weight's full name and value: an adapted weight comes back merged, an adapter's own weight as None,
+    everything else as it is. Afterwards `report` says what the rounding cost.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._layers = dict(adapted_layers(model))
+        self.report = MergeReport(0, 0.0, "", _must_part(model))
+
+    def __call__(self, name: str, value: Tensor) -> Tensor | None:
+        owner, _, last = name.rpartition(".")
+        if owner.endswith((".lora_A", ".lora_B")):
+            return None
+        if owner not in self._layers or last != "weight":
+            return value
+        merged, deviation = merged_weight(self._layers[owner])
+        worst = self.report
+        where, most = (owner, deviation) if deviation > worst.deviation or not worst.where else (worst.where, worst.deviation)
+        self.report = MergeReport(worst.layers + 1, most, where, worst.untied)
+        return merged

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast, TextIteratorStreamer
 
 from luthier.errors import ModelError
 from luthier.hf.source import EXPORT_MARK, ModelSource, explain, refuse_remote_code, resolve
@@ -241,3 +241,8 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     }
     text = json.dumps(content, sort_keys=True, ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def text_streamer(tokenizer: PreTrainedTokenizerBase) -> TextIteratorStreamer:
+    """What `generate` feeds token by token in one thread and another iterates over as pieces of text."""
+    return TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -58,9 +60,12 @@ class Run:
     checkpoints: Checkpointer
     stop_ids: list[int]
     of: dict[str, Any]
-    report: dict[str, Any]
+    data: dict[str, Any]
+    """What became of the rows."""
     total: int
     """Optimizer steps of the whole run."""
+    interruption: Interruption
+    report: Reporter = field(init=False)
     course: Course = field(default_factory=Course)
 
 
@@ -75,16 +80,23 @@ def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:
     Returns:
         a summary: steps, tokens, losses, paths. `interrupted` names the signal when one ended the run early.
     """
+    with opened(config, resume) as run:
+        loop(run)
+        return finish(run)
+
+
+@contextmanager
+def opened(config: RunConfig, resume: Resume) -> Iterator[Run]:
+    """A run ready for its next step; while it is open it owns its directory and minds SIGTERM."""
     directory = RunDirectory(config.output)
-    with directory.locked(), run_log(directory.log):
-        run = open_run(config, directory, resume)
+    with directory.locked(), run_log(directory.log), Interruption() as interruption:
+        run = open_run(config, directory, resume, interruption)
         directory.write_config(config)
-        with Interruption() as interruption, Reporter(directory.path, config, run.state, run.total) as report:
-            loop(run, report, interruption)
-            return finish(run, report, interruption)
+        with Reporter(directory.path, config, run.state, run.total) as run.report:
+            yield run
 
 
-def open_run(config: RunConfig, directory: RunDirectory, resume: Resume) -> Run:
+def open_run(config: RunConfig, directory: RunDirectory, resume: Resume, interruption: Interruption) -> Run:
     """Load data and model, and go on from the newest checkpoint if that is wanted."""
     device = prepare_process(config)
     tokenizer = tokenizer_of(config)
@@ -114,7 +126,8 @@ def open_run(config: RunConfig, directory: RunDirectory, resume: Resume) -> Run:
         ),
         stop_ids=list(rows.stop_ids),
         of=identity(config, state),
-        report=rows.report.to_dict(),
+        data=rows.report.to_dict(),
+        interruption=interruption,
         total=loader.steps_total(),
     )
     newest = run.checkpoints.latest()
@@ -127,22 +140,23 @@ def open_run(config: RunConfig, directory: RunDirectory, resume: Resume) -> Run:
     return run
 
 
-def loop(run: Run, report: Reporter, interruption: Interruption) -> None:
+def loop(run: Run) -> None:
     """The training loop."""
     config, state = run.config, run.state
     profiler = Profiler(config.train.profile, run.directory.profile)
     for batch in run.loader:
         with profiler.step(state.counters.step + 1):
             measured = take_step(run, batch)
-        report.step(state.counters, batch, measured)
+        run.report.step(state.counters, batch, measured)
         last = state.counters.step == run.total
         if run.held_out is not None and (last or due(config.evaluation.every, state.counters.step)):
-            report.validation(state.counters.step, measure(run))
-        stop = interruption.signal is not None or enough(run)
+            run.report.validation(state.counters.step, measure(run))
+        stop = run.interruption.signal is not None or enough(run)
         if last or stop or due(config.checkpoint.every, state.counters.step):
             save(run)
         if stop:
             break
+    profiler.close()
 
 
 def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
@@ -230,7 +244,7 @@ def go_on(run: Run, checkpoint: Path) -> None:
     logger.info("going on from step %d", run.state.counters.step)
 
 
-def finish(run: Run, report: Reporter, interruption: Interruption) -> dict[str, Any]:
+def finish(run: Run) -> dict[str, Any]:
     """Wait for the last checkpoint, export what a finished run has learnt, and sum up."""
     run.checkpoints.wait()
     counters, course = run.state.counters, run.course
@@ -245,10 +259,10 @@ def finish(run: Run, report: Reporter, interruption: Interruption) -> dict[str, 
         "validation": course.validation,
         "best": {"step": course.best_step, "loss": course.best_loss} if course.best_step is not None else None,
         "stopped_early": enough(run),
-        "interrupted": signal.Signals(interruption.signal).name if interruption.signal is not None else None,
-        "data": run.report,
+        "interrupted": signal.Signals(run.interruption.signal).name if run.interruption.signal is not None else None,
+        "data": run.data,
     }
-    if interruption.signal is None:
+    if run.interruption.signal is None:
         form: Literal["merge", "adapter"] = "adapter" if run.state.lora is not None else "merge"
         measured = {"loss": course.loss, "validation": course.validation}
         with stage("exporting"):
