@@ -95,6 +95,7 @@ class PeftConfig:
         layers: indices of the layers that are adapted; None for all.
         layers_pattern: names of the lists of layers.
         modules: endings of the names of modules that are saved whole.
+        ties: what is saved whole of tied weights stays tied.
     """
 
     directory: Path
@@ -108,6 +109,7 @@ class PeftConfig:
     layers: Sequence[int] | None = None
     layers_pattern: Sequence[str] = ()
     modules: Sequence[str] = ()
+    ties: bool = False
 
     def alpha_of(self, name: str) -> float:
         """alpha of the layer of this full name; a pattern is a regular expression over the end of the name."""
@@ -180,6 +182,7 @@ def read_peft_config(directory: Path) -> PeftConfig:
             layers=_listed(raw.get("layers_to_transform")) or None,
             layers_pattern=_listed(raw.get("layers_pattern")),
             modules=_listed(raw.get("modules_to_save")),
+            ties=bool(raw.get("ensure_weight_tying")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"a field is missing or of the wrong type ({error})", where=str(file)) from error
@@ -211,6 +214,7 @@ def peft_config_json(
     rslora: bool,
     modules: Sequence[str],
     names: Iterable[str],
+    ties: bool,
     transposed: bool,
     base_model: str | None,
     revision: str | None,
@@ -225,6 +229,7 @@ def peft_config_json(
         modules: full names of the modules that are saved whole.
         names: full names of all modules of the model. Targets are written as the last parts of the names where these
             mean the very same layers, as other tools like it, and as full names otherwise.
+        ties: embedding and head are both saved whole, and are one matrix.
         transposed: the layers keep their weights as GPT-2 does.
         base_model: name or path of the base.
         revision: its revision on the Hub.
@@ -242,6 +247,7 @@ def peft_config_json(
         "use_rslora": rslora,
         "target_modules": targets,
         "modules_to_save": list(modules) or None,
+        "ensure_weight_tying": ties,
         "fan_in_fan_out": transposed,
         "base_model_name_or_path": base_model,
         "revision": revision,

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from luthier.adapters.layer import LoraSpec, adapted_layers
 from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, PeftConfig, peft_config_json, read_peft_config
-from luthier.adapters.structure import attach_all, freeze, settle_ties, untie, wholly_trained
+from luthier.adapters.structure import attach_all, both_ends_trained, freeze, settle_ties, untie, wholly_trained
 from luthier.errors import ModelError
+from luthier.hf.anatomy import describe
 from luthier.hf.linear import linear_shape
 
 PREFIX = "base_model.model."
@@ -60,6 +61,7 @@ def save_peft(model: Any, directory: str | Path, *, base_model: str | None = Non
         rslora=any(layer.lora_spec.rslora for layer in layers.values()),
         modules=trained,
         names=[name for name, _ in model.named_modules() if not name.endswith((".lora_A", ".lora_B"))],
+        ties=both_ends_trained(model, describe(model)),
         transposed=any(layer.lora_shape.transposed for layer in layers.values()),
         base_model=base_model,
         revision=revision,
@@ -109,13 +111,11 @@ def load_peft(
     """
     config = read_peft_config(Path(directory))
     weights = _read_weights(config)
-    names = {name for name, _ in model.named_modules()}
-    trained = [name for name in names if name and config.saves_whole(name) and _is_outermost(name, config, names)]
+    trained = _saved_whole(model, config)
     specs = _specs(model, config, weights, dropout)
     present = {name: layer.lora_spec.rank for name, layer in adapted_layers(model)}
     if not present:
-        ordered = [name for name, _ in model.named_modules() if name in trained]
-        attach_all(model, specs, ordered, dtype)
+        attach_all(model, specs, trained, dtype)
     elif present != {name: spec.rank for name, spec in specs.items()}:
         raise ModelError("the model carries other adapters than these files hold", where=str(config.directory))
     if not any(parameter.is_meta for parameter in model.parameters()):
@@ -123,9 +123,17 @@ def load_peft(
     freeze(model)
 
 
-def _is_outermost(name: str, config: PeftConfig, names: set[str]) -> bool:
-    parents = [name[:i] for i, letter in enumerate(name) if letter == "."]
-    return not any(parent in names and config.saves_whole(parent) for parent in parents)
+def _saved_whole(model: Any, config: PeftConfig) -> list[str]:
+    """Full names of the modules that the files hold whole, none inside another."""
+    anatomy = describe(model)
+    ends = {anatomy.embedding, anatomy.head}
+    both = config.ties and anatomy.tied and any(end and config.saves_whole(end) for end in ends)
+    found: list[str] = []
+    for name, _ in model.named_modules():
+        wanted = name and (config.saves_whole(name) or (both and name in ends))
+        if wanted and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return found
 
 
 def _read_weights(config: PeftConfig) -> dict[str, Tensor]:

@@ -45,9 +45,17 @@ def freeze(model: nn.Module) -> None:
 
 def trains_one_end(model: nn.Module, anatomy: Anatomy) -> bool:
     """Whether just one of embedding and head is trained whole, so that a tie between them cannot stand."""
-    ends = (anatomy.embedding, anatomy.head or anatomy.embedding)
-    within = [any(f"{end}.".startswith(f"{name}.") for name in wholly_trained(model)) for end in ends]
-    return within[0] != within[1]
+    return sum(_ends_trained(model, anatomy)) == 1
+
+
+def both_ends_trained(model: nn.Module, anatomy: Anatomy) -> bool:
+    """Whether embedding and head are trained whole, and as one matrix."""
+    return anatomy.tied and sum(_ends_trained(model, anatomy)) == 2
+
+
+def _ends_trained(model: nn.Module, anatomy: Anatomy) -> list[bool]:
+    ends = [end for end in (anatomy.embedding, anatomy.head) if end is not None]
+    return [any(f"{end}.".startswith(f"{name}.") for name in wholly_trained(model)) for end in ends]
 
 
 def settle_ties(model: Any) -> None:
