@@ -1,0 +1,309 @@
+"""Paths to rows: every kind of file, compressed or not, and every fault in one sentence that names its place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from luthier.config.sections import SourceConfig
+from luthier.data.report import BadRow
+from luthier.data.sources import find_files, read_file, read_rows
+from luthier.errors import ConfigError, DataError
+
+ROWS = [{"text": "one", "n": 1}, {"text": "two\nlines", "n": 2}, {"text": "ünï \u2028 🎻", "n": 3}]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Rows in the format that the name asks for, by other code than ours."""
+    kind = path.name.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
+    table = pa.Table.from_pylist(rows)
+    sink = pa.BufferOutputStream()
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, sink)
+        data = sink.getvalue().to_pybytes()
+    elif kind in ("arrow", "feather"):
+        make = pyarrow.ipc.new_stream if "stream" in path.name else pyarrow.ipc.new_file
+        with make(sink, table.schema) as writer:
+            writer.write_table(table)
+        data = sink.getvalue().to_pybytes()
+    elif kind in ("jsonl", "ndjson"):
+        data = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode()
+    elif kind == "json":
+        data = json.dumps(rows, indent=1).encode()
+    else:
+        separator = "\t" if kind == "tsv" else ","
+        quoted = [separator.join('"' + str(v).replace('"', '""') + '"' for v in row.values()) for row in rows]
+        data = ("\r\n".join([separator.join(rows[0]), *quoted]) + "\r\n").encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data[:20]) + gzip.compress(data[20:])
+    if path.suffix == ".zst":
+        data = zstandard.compress(data[:20]) + zstandard.compress(data[20:])
+    path.write_bytes(data)
+
+
+def read(path: Path, **options: Any) -> list[tuple[Any, str]]:
+    return [(row, str(origin)) for row, origin in read_file(path, **options)]
+
+
+KINDS = ("jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "stream.arrow", "feather")
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_file(tmp_path, kind, packed):
+    path = tmp_path / f"some.data.{kind}{packed}"
+    write(path, ROWS)
+    rows = read(path)
+    if kind in ("csv", "tsv"):
+        assert [row for row, _ in rows] == [{**row, "n": str(row["n"])} for row in ROWS]
+        assert [origin for _, origin in rows] == [f"{path}:{line}" for line in (2, 3, 5)]
+    else:
+        assert [row for row, _ in rows] == ROWS
+        by_row = kind not in ("jsonl", "ndjson")
+        assert [origin for _, origin in rows] == [f"{path}:{'row ' * by_row}{n}" for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("packed", [".gz", ".zst"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_damaged_compression(tmp_path, kind, packed):
+    path = tmp_path / f"a.{kind}{packed}"
+    write(path, ROWS * 50)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match="damaged") as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+    path.write_bytes(b"plain text, not compressed")
+    with pytest.raises(DataError, match="damaged"):
+        read(path)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_table_that_is_none(tmp_path, kind):
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(b"this is no table at all, whatever its name says")
+    with pytest.raises(DataError, match="is not a[n]? (Parquet|Arrow) file"):
+        read(path)
+
+
+def test_arrow_nulls_that_only_fill_the_schema_are_taken_out(tmp_path):
+    path = tmp_path / "a.parquet"
+    calls = [{"arguments": {"city": "Cremona"}}, {"arguments": {"a": 2}}]
+    write(path, [{"text": None, "calls": [call]} for call in calls])
+    assert [row for row, _ in read(path)] == [{"text": None, "calls": [call]} for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        (b'{"a": 1}\n\n{"a": 2}', [1, 2]),
+        (b'{"a": 1}\n[2]\n{"a": 3}\n"x"\nnull\n7\n', [1, "a list", 3, "a text", "null", "a number"]),
+        (b'{"a": 1}\r\n{"a": }\r\n', [1, "not JSON"]),
+        (b'\xef\xbb\xbf{"a": 1}', [1]),
+        (b'{"a": 18446744073709551617}', [18446744073709551617]),
+        (b'{"a": "\x93"}\n{"a": 2}', ["Windows-1252", 2]),
+        (b'{"a": ' + b"[" * 100_000 + b"\n", ["not JSON"]),
+        (b'{"a": 1} {"a": 2}\n', ["not JSON"]),
+    ],
+    ids=range(8),
+)
+def test_json_lines(tmp_path, text, rows):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(text)
+    found = [row for row, _ in read(path)]
+    assert len(found) == len(rows)
+    for row, wanted in zip(found, rows, strict=True):
+        if isinstance(row, BadRow):
+            assert str(wanted) in f"{row}; {row.reason}"
+        else:
+            assert row == {"a": wanted}
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("[]", []),
+        ("  \n", []),
+        ('[{"a": 1},\n {"a": 2}]\n', [1, 2]),
+        ('{"a": 1}\n{"a": 2}\n', [1, 2]),
+        ('{"a": 1}{"a": 2}', [1, 2]),
+    ],
+)
+def test_json(tmp_path, text, rows):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    assert [row["a"] for row, _ in read(path)] == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('[{"a": 1},\n {"a": }]', 2),
+        ('[{"a": 1}\n', 2),
+        ('[{"a": 1}\n\n {"a": 2}]', 3),
+        ('[{"a": 1}]\n\nmore', 3),
+        ('[{"a": 1},]', 1),
+    ],
+)
+def test_broken_json_names_the_line(tmp_path, text, line):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match="is not JSON") as caught:
+        read(path)
+    assert caught.value.where == f"{path}:{line}"
+
+
+def test_utf16_is_refused_by_name(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"text": "a"}\n'.encode("utf-16"))
+    with pytest.raises(DataError, match="UTF-16"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rows", "lines"),
+    [
+        ("a.csv", "a;b\n1;2\n", [{"a": "1", "b": "2"}], [2]),
+        ("a.csv", "a|b\n1|2\n", [{"a": "1", "b": "2"}], [2]),
+        ("a.csv", 'text\n"x, y"\n', [{"text": "x, y"}], [2]),
+        ("a.csv", '\ufeff"a, b";c\n\n1;2\n\n3;4\n', [{"a, b": "1", "c": "2"}, {"a, b": "3", "c": "4"}], [3, 5]),
+        ("a.csv", 'a,b\n"x\n\ny",2\n3,4\n', [{"a": "x\n\ny", "b": "2"}, {"a": "3", "b": "4"}], [2, 5]),
+        ("a.csv", "a,b\n1,2,3\n4,5\n", ["3 fields where the header has 2", {"a": "4", "b": "5"}], [2, 3]),
+        ("a.csv", 'a,b\n"1"x,2\n4,5\n', ["cannot be read", {"a": "4", "b": "5"}], [2, 3]),
+        ("a.csv", 'a,b\n1,2\n"3,4\n', [{"a": "1", "b": "2"}, "cannot be read"], [2, 3]),
+        ("a.csv", "", [], []),
+        ("a.csv", "a,b\n", [], []),
+        ("a.tsv", "a\tb\n1,1\t2\n", [{"a": "1,1", "b": "2"}], [2]),
+    ],
+)
+def test_csv(tmp_path, name, text, rows, lines):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8", newline="")
+    found = read(path)
+    assert [origin for _, origin in found] == [f"{path}:{line}" for line in lines]
+    for (row, _), wanted in zip(found, rows, strict=True):
+        assert (wanted in str(row)) if isinstance(wanted, str) else (row == wanted)
+
+
+def test_csv_that_is_not_utf8_goes_on_after_the_bad_row(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"a,b\n\xe9,1\n2,3\n")
+    (bad, where), (good, _) = read(path)
+    assert "Latin-1" in str(bad)
+    assert where == f"{path}:2"
+    assert good == {"a": "2", "b": "3"}
+
+
+def test_csv_headers_that_cannot_be_used(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("a,b,a\n1,2,3\n")
+    with pytest.raises(DataError, match="'a' more than once"):
+        read(path)
+    path.write_bytes(b"a,\xe9\n1,2\n")
+    with pytest.raises(DataError, match="UTF-8"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("unit", "rows"),
+    [
+        ("paragraph", [("a\n b", 2), ("c", 5)]),
+        ("line", [("a", 2), (" b", 3), ("c", 5)]),
+        ("file", [("\na\n b\n \nc\n", 1)]),
+    ],
+)
+def test_text(tmp_path, unit, rows):
+    path = tmp_path / "a.md"
+    path.write_bytes(b"\r\na\r\n b\r\n \r\nc\r\n")
+    assert read(path, unit=unit) == [({"text": text}, f"{path}:{line}") for text, line in rows]
+    with pytest.raises(ConfigError, match="paragraph, line, file"):
+        list(read_rows(SourceConfig(path=str(path), options={"rows": "page"})))
+
+
+def test_directories_globs_and_their_order(tmp_path):
+    (tmp_path / "v1.0" / "b").mkdir(parents=True)
+    (tmp_path / "v1.0" / ".git").mkdir()
+    for name in (
+        "b/2.jsonl",
+        "c.json",
+        "a.csv.gz",
+        ".hidden.jsonl",
+        ".git/x.jsonl",
+        "README.md",
+        "LICENSE",
+        "state.json",
+    ):
+        (tmp_path / "v1.0" / name).write_text("{}")
+    names = [str(file.relative_to(tmp_path / "v1.0")) for file in find_files(str(tmp_path / "v1.0"))]
+    assert names == ["a.csv.gz", "b/2.jsonl", "c.json"]
+    assert [file.name for file in find_files(str(tmp_path / "v1.0" / "*.json*"))] == ["c.json", "state.json"]
+    assert [file.name for file in find_files(str(tmp_path / "**" / "*.jsonl"))] == ["2.jsonl"]
+    assert [file.name for file in find_files(str(tmp_path / "v*"))] == ["a.csv.gz", "2.jsonl", "c.json"]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("rows.json", ["no such file", "did you mean", "rows.jsonl"]),
+        ("none/at/all.jsonl", ["no such file"]),
+        ("*.parquet", ["no file matches"]),
+        ("empty", ["holds no file of rows", "parquet"]),
+        ("rows.docx", [".docx", "jsonl", "zst"]),
+        ("plain", ["no suffix"]),
+    ],
+)
+def test_paths_that_lead_nowhere(tmp_path, path, words):
+    (tmp_path / "empty").mkdir()
+    for name in ("rows.jsonl", "rows.docx", "plain"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(DataError) as caught:
+        find_files(str(tmp_path / path))
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.mkdir()  # even root cannot read a directory as a file
+    with pytest.raises(DataError, match="cannot be read"):
+        read(path)
+
+
+def test_the_first_rows_only(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write(path, ROWS)
+    assert [row["n"] for row, _ in read_rows(SourceConfig(path=str(path), rows=2))] == [1, 2]
+
+
+def test_hub_data_sets(tmp_path, monkeypatch):
+    # `datasets` reads owner/name from the working directory where there is one, so its real code runs without a network
+    folder = tmp_path / "owner" / "name"
+    folder.mkdir(parents=True)
+    write(folder / "train.jsonl", [{"text": "a", "call": {"x": 1}}, {"text": "b", "call": {"y": 2}}])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = list(read_rows(SourceConfig(path="hf://owner/name")))
+    assert [(row, str(origin)) for row, origin in rows] == [
+        ({"text": "a", "call": {"x": 1}}, "hf://owner/name[train]:row 1"),
+        ({"text": "b", "call": {"y": 2}}, "hf://owner/name[train]:row 2"),
+    ]
+    with pytest.raises(DataError, match="split") as caught:
+        list(read_rows(SourceConfig(path="hf://owner/name", split="nope")))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_data_set_that_cannot_be_reached():
+    with pytest.raises(DataError, match="hf://owner/that-is-not-here") as caught:
+        list(read_rows(SourceConfig(path="hf://owner/that-is-not-here")))
+    assert "\n" not in str(caught.value)
