@@ -82,8 +82,11 @@ def environment(threads: int) -> dict[str, str]:
     return {**os.environ, **fixed}
 
 
-def call(script: str, *arguments: str, threads: int) -> dict[str, Any]:
-    """Run a script of this directory in a process of its own and read the JSON line that it ends with.
+def call(script: str, *arguments: str, threads: int) -> list[str]:
+    """Run a script of this directory in a process of its own.
+
+    Returns:
+        the lines of its standard output.
 
     Raises:
         SystemExit: it failed; what it said is on standard error already.
@@ -92,8 +95,7 @@ def call(script: str, *arguments: str, threads: int) -> dict[str, Any]:
     ended = subprocess.run(command, env=environment(threads), stdout=subprocess.PIPE, text=True)
     if ended.returncode:
         raise SystemExit(f"{' '.join(command)} ended with code {ended.returncode}")
-    result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return result
+    return ended.stdout.splitlines()
 
 
 def run_cell(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
@@ -104,13 +106,26 @@ def run_cell(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
     ]  # fmt: skip
     if cell.side == "trl":
         arguments.append(f"--mode={cell.mode}")
-    result = call(f"{cell.side}_runner.py", *arguments, threads=args.threads)
+    result: dict[str, Any] = json.loads(call(f"{cell.side}_runner.py", *arguments, threads=args.threads)[-1])
     return {**result, "mode": cell.mode}
 
 
 def loading_bounds(threads: int) -> list[dict[str, Any]]:
     """What loading a model costs in memory, with the bound of each: name, limit, ratio."""
-    bounds: list[dict[str, Any]] = call("loading.py", threads=threads)["bounds"]
+    peaks, bounds = {}, []
+    for line in call("loading.py", threads=threads)[1:]:
+        name, dtype, who, size, peak, *_ = line.split()
+        peaks[name, dtype, who] = float(peak)
+        if (name, who) == ("safetensors", "luthier"):
+            ratio = float(peak) / float(size)
+            bounds.append(
+                {"name": f"loading safetensors in {dtype}: peak memory / weights", "limit": 1.1, "ratio": ratio}
+            )
+    for dtype in PRECISIONS:
+        if ("gguf", dtype, "luthier") in peaks:
+            ratio = peaks["gguf", dtype, "luthier"] / peaks["gguf", dtype, "plain"]
+            name = f"loading GGUF in {dtype}: peak memory / plain Transformers'"
+            bounds.append({"name": name, "limit": 1.0, "ratio": ratio})
     return bounds
 
 
@@ -159,7 +174,7 @@ def main() -> None:
             file.write(json.dumps(result) + "\n")
         rate, peak = result["tokens_per_cpu_second"], result["peak_bytes"] / 1e6
         print(f"[{number}/{len(cells)}] {cell.name}: {rate:.1f} tokens/CPU-s, {peak:,.0f} MB", file=sys.stderr)
-    gemm = call("gemm.py", f"--threads={args.threads}", threads=args.threads)
+    gemm = json.loads(call("gemm.py", f"--threads={args.threads}", threads=args.threads)[-1])
     loading = [] if args.only or args.quick else loading_bounds(args.threads)
     text = render(done, BOUNDS, gemm, loading, args)
     print(text)

