@@ -54,7 +54,7 @@ def config_of(kind: str) -> PreTrainedConfig:
 def tiny(kind: str, dtype: torch.dtype = torch.float64) -> Any:
     """A model of this kind, the same weights at every call, in evaluation mode."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config_of(kind)).to(dtype)
+    model = AutoModelForCausalLM.from_config(config_of(kind), dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * (0.25 if parameter.dim() > 1 else 0.5))

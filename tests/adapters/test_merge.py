@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from luthier.adapters import LoraSpec, MergedState, adapted_layers, apply_lora, attach, merge, merged_weight
+from luthier.adapters import LoraSpec, Merging, adapted_layers, apply_lora, attach, merge, merged_weight
 from luthier.config import LoraConfig
+from luthier.hf.save import save_model
 from tests.adapters.models import disturb, logits, relative, tiny
 
 
@@ -84,24 +84,45 @@ def test_the_report_names_the_worst_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "target", "tied"),
-    [("llama-tied", ["attn"], True), ("llama-tied", ["attn", "unembed"], False), ("llama", ["unembed"], False),
-     ("gpt2", ["mlp"], True)],
+    ("kind", "target", "untied"),
+    [("llama-tied", ["attn"], False), ("llama-tied", ["attn", "unembed"], True), ("llama", ["unembed"], False),
+     ("gpt2", ["mlp"], False), ("mixtral", ["attn"], False)],
 )  # fmt: skip
-def test_the_merged_state_leaves_the_model_alone(kind: str, target: list[str], tied: bool) -> None:
-    model = adapted(kind, torch.bfloat16, target)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_export_while_training_is_the_merged_model(
+    kind: str, target: list[str], untied: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = adapted(kind, dtype, target)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = MergedState(model)
-    assert state.tied is tied
-    found = {name: value.clone() for name, value in state}
+    merging = Merging(model)
+    save_model(model, tmp_path / "export", tokenizer=None, transform=merging)
+    assert merging.untied is untied
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert model.config.tie_word_embeddings is (kind != "llama")
-    twin = copy.deepcopy(model)
-    said = merge(twin)
-    assert state.report == said
-    expected = twin.state_dict()
-    if tied:
-        expected.pop("lm_head.weight")
-    assert set(found) == set(expected)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert list(adapted_layers(model))
+    assert model.config.tie_word_embeddings is (kind in ("llama-tied", "gpt2"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert again.dtype == dtype
+    assert again.config.tie_word_embeddings is (model.config.tie_word_embeddings and not untied)
+    said = merge(model)
+    assert merging.report == said
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_an_export_of_a_head_trained_apart_holds_both(tmp_path: Path) -> None:
+    model = tiny("llama-tied", torch.float32)
+    apply_lora(model, LoraConfig(target=["attn"], train_modules=["lm_head"]))
+    disturb(model)
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.25)
+    save_model(model, tmp_path / "export", tokenizer=None, transform=Merging(model))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    merge(model)
+    assert torch.equal(logits(again), logits(model))
+    assert not torch.equal(again.lm_head.weight, again.model.embed_tokens.weight)
+
+
+def test_a_model_without_adapters_is_left_as_it_is() -> None:
+    model = tiny("llama")
+    merging = Merging(model)
+    assert merging("lm_head.weight", model.lm_head.weight) is model.lm_head.weight
+    assert str(merging.report) == "no adapters to merge"

@@ -3,7 +3,7 @@
 from luthier.adapters.init import first_down, initialise_adapters
 from luthier.adapters.layer import LoraLayer, LoraSpec, adapted_layers, attach, detach, is_adapter_weight
 from luthier.adapters.lora import LoraReport, apply_lora, finish_lora
-from luthier.adapters.merge import MergedState, MergeReport, Merging, merge, merged_weight
+from luthier.adapters.merge import MergeReport, Merging, merge, merged_weight
 from luthier.adapters.peft_files import load_peft, save_peft
 from luthier.adapters.structure import freeze, untie, wholly_trained
 from luthier.adapters.targets import resolve_modules, resolve_targets
@@ -14,7 +14,6 @@ __all__ = [
     "LoraSpec",
     "MergeReport",
     "Merging",
-    "MergedState",
     "adapted_layers",
     "apply_lora",
     "attach",

@@ -6,19 +6,20 @@ said, since in bfloat16 a small update can vanish in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from luthier.adapters.layer import LoraLayer, adapted_layers, detach
+from luthier.adapters.layer import LoraLayer, adapted_layers, detach, is_adapter_weight
 from luthier.adapters.structure import untie
 from luthier.hf.anatomy import describe
 
 _ROWS = 4096
 """Rows of a weight that are added at a time: what is wider than the weight stays small."""
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,53 +91,58 @@ def merge(model: Any) -> MergeReport:
     untied = _must_part(model)
     if untied:
         untie(model)
-    worst, where, count = 0.0, "", 0
+    deviations = {}
     for name, layer in list(adapted_layers(model)):
-        merged, deviation = merged_weight(layer)
+        merged, deviations[name] = merged_weight(layer)
         layer.weight.data.copy_(merged)
         detach(layer)
-        count += 1
-        if deviation > worst or not where:
-            worst, where = deviation, name
-    return MergeReport(count, worst, where, untied)
+    return _report(deviations, untied)
 
 
-class MergedState:
-    """The state of the model that `merge` would make, one tensor at a time, while this one goes on training.
+class Merging:
+    """What `merge` would make of each weight, while the model goes on training: a `transform` of `hf.save.save_model`.
 
-    Iterating yields (name, tensor): names are those of the base, tied names only once (the owner's), tensors the
-    model's own except for adapted weights, each of which is made when its turn comes and held by nobody here. After
-    it, `report` says what the rounding cost.
+    One merged weight at a time is made and handed out, and none is kept.
+
+    Args:
+        model: a Transformers model, with adapters in place or without.
 
     Attributes:
-        tied: whether head and embedding are still one in what is yielded; what an exported config must say.
-        report: None until the last tensor has been taken.
+        untied: the head comes out with a weight of its own, and the exported config must say so.
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
-        self._parted = _must_part(model)
-        self.tied = describe(model).tied and not self._parted
-        self.report: MergeReport | None = None
+        self.untied = _must_part(model)
+        self._layers = {_WRAPPERS.sub("", name): layer for name, layer in adapted_layers(model)}
+        self._deviations: dict[str, float] = {}
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        model: nn.Module = self._model
-        layers = dict(adapted_layers(model))
-        anatomy = describe(self._model)
-        skipped = set(self._model.all_tied_weights_keys)
-        if self._parted:
-            skipped -= {f"{anatomy.head}.weight", f"{anatomy.embedding}.weight"}
-        worst, where = 0.0, ""
-        for key, value in model.state_dict().items():
-            owner, _, last = key.rpartition(".")
-            if owner.endswith((".lora_A", ".lora_B")) or key in skipped:
-                continue
-            if owner in layers and last == "weight":
-                value, deviation = merged_weight(layers[owner])
-                if deviation > worst or not where:
-                    worst, where = deviation, owner
-            yield key, value
-        self.report = MergeReport(len(layers), worst, where, self._parted)
+    def __call__(self, name: str, value: Tensor) -> Tensor | None:
+        """The weight to write under a name of the model's state.
+
+        Args:
+            name: full name of a parameter or buffer.
+            value: what the model holds there.
+
+        Returns:
+            a new tensor for an adapted layer's weight, None for an adapter's own, otherwise `value` itself.
+        """
+        if is_adapter_weight(name):
+            return None
+        owner, _, last = name.rpartition(".")
+        if last != "weight" or owner not in self._layers:
+            return value
+        merged, self._deviations[owner] = merged_weight(self._layers[owner])
+        return merged
+
+    @property
+    def report(self) -> MergeReport:
+        """What the rounding of all weights handed out so far cost."""
+        return _report(self._deviations, self.untied)
+
+
+def _report(deviations: dict[str, float], untied: bool) -> MergeReport:
+    worst = max(deviations, key=lambda name: deviations[name], default="")
+    return MergeReport(len(deviations), deviations.get(worst, 0.0), worst, untied)
 
 
 def _must_part(model: Any) -> bool:
@@ -145,27 +151,3 @@ def _must_part(model: Any) -> bool:
     if not anatomy.tied or anatomy.head is None:
         return False
     return isinstance(model.get_submodule(anatomy.head), LoraLayer)
-
-
-class Merging:
-    """Merges weights on their way into an export, one at a time, while the model goes on training.
-
-    Call it with a weight's full name and value: an adapted weight comes back merged, an adapter's own weight as None,
-    everything else as it is. Afterwards `report` says what the rounding cost.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._layers = dict(adapted_layers(model))
-        self.report = MergeReport(0, 0.0, "", _must_part(model))
-
-    def __call__(self, name: str, value: Tensor) -> Tensor | None:
-        owner, _, last = name.rpartition(".")
-        if owner.endswith((".lora_A", ".lora_B")):
-            return None
-        if owner not in self._layers or last != "weight":
-            return value
-        merged, deviation = merged_weight(self._layers[owner])
-        worst = self.report
-        where, most = (owner, deviation) if deviation > worst.deviation or not worst.where else (worst.where, worst.deviation)
-        self.report = MergeReport(worst.layers + 1, most, where, worst.untied)
-        return merged
