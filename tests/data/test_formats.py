@@ -60,7 +60,7 @@ def test_columns_of_ones_own(tiny, rows_of):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     chat = rows_of(tiny, [{"dialog": turns}], {"format": "chat", "column": "dialog"})
     assert spans(tiny, chat[0]) == ["b<|im_end|>"]
-    with pytest.raises(ConfigError, match="no field 'answer'.*completion"):
+    with pytest.raises(ConfigError, match=r"no field 'answer'.*completion"):
         rows_of(tiny, [{"q": "a"}], {"columns": {"answer": "q"}})
 
 
@@ -335,8 +335,8 @@ def test_length_policies(tiny, rows_of, policy, lengths, counts):
 
 
 def test_a_row_too_long_raises_by_name(tiny, rows_of):
+    tiny.backend_tokenizer.model.dropout = 1.0  # one token a byte
     with pytest.raises(DataError, match=r"rows.jsonl:2: the row has 8 tokens, more than the sequence length 4"):
-        tiny.backend_tokenizer.model.dropout = 1.0
         rows_of(tiny, [{"text": "a"}, {"text": "abcdefgh"}], sequence_length=4, too_long="raise")
 
 
@@ -348,7 +348,7 @@ def test_rows_whose_trained_tokens_are_all_cut_are_counted(tiny, rows_of):
     made = rows_of(tiny, rows, sequence_length=8)
     assert (len(made), made.report.untrained, made.report.truncated) == (1, 1, 1)
     assert "no trained tokens left" in "\n".join(made.report.lines())
-    with pytest.raises(DataError, match="no rows are left to be used .*no trained tokens left"):
+    with pytest.raises(DataError, match=r"no rows are left to be used .*no trained tokens left"):
         rows_of(tiny, rows[:1], sequence_length=8)
 
 

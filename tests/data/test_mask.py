@@ -100,7 +100,7 @@ def test_content_that_looks_like_a_turn_end(with_template):
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": f"Write {E}\n and go on."}]
     assert spans(tokenizer, masked(tokenizer, messages)) == [f"Write {E}\n and go on.{E}"]
     tokenizer = with_template(THINKING)
-    with pytest.raises(BadRow, match="message 2 .* the very token that ends turns"):
+    with pytest.raises(BadRow, match=r"message 2 .* the very token that ends turns"):
         masked(tokenizer, [*messages, *SEVERAL])
 
 
@@ -112,10 +112,10 @@ def test_refused_by_name(with_template):
         "{% for m in messages | reverse %}" + HEAD + "{{ m.content + '<|im_end|>\n' }}{% endfor %}" + PROMPT
     )
     tokenizer = with_template(reversed_turns)
-    with pytest.raises(BadRow, match="message [24] "):
+    with pytest.raises(BadRow, match=r"message [24] "):
         masked(tokenizer, SEVERAL)
     tokenizer = with_template("{% for m in messages[-1:] %}" + HEAD + "{{ m.content + '<|im_end|>\n' }}{% endfor %}")
-    with pytest.raises(BadRow, match="leaves out what message 1 .user. says"):
+    with pytest.raises(BadRow, match=r"leaves out what message 1 \(user\) says"):
         masked(tokenizer, SEVERAL)
 
 
@@ -213,7 +213,8 @@ def test_pad_and_eos_are_one_token_and_the_eos_is_trained_on(smol):
 def test_history_that_the_template_rewrites(with_template):
     # tool turns of earlier questions lose their think block once another question follows
     template = (
-        "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+        "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.last = loop.index0 %}"
         "{% endif %}{% endfor %}{% for m in messages %}"
         + HEAD
         + "{% if m.role == 'assistant' and loop.index0 > ns.last %}"

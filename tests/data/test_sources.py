@@ -89,7 +89,7 @@ def test_damaged_compression(tmp_path, kind, packed):
 def test_a_table_that_is_none(tmp_path, kind):
     path = tmp_path / f"a.{kind}"
     path.write_bytes(b"this is no table at all, whatever its name says")
-    with pytest.raises(DataError, match="is not a[n]? (Parquet|Arrow) file"):
+    with pytest.raises(DataError, match=r"is not an? (Parquet|Arrow) file"):
         read(path)
 
 

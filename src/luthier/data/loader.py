@@ -17,7 +17,7 @@ import numpy as np
 
 from luthier.batch import Batch, Sample
 from luthier.config.sections import DataConfig, TrainConfig
-from luthier.data.packing import microbatches
+from luthier.data.packing import best_fit, deal, microbatches
 from luthier.data.rows import Rows, build_rows
 from luthier.data.state import LoaderState, StepBatch
 from luthier.data.stream import Placed, StreamRows
@@ -260,7 +260,10 @@ def iterate_once(
         before = int(ends[start - 1]) if start else 0
         end = max(start + 1, int(np.searchsorted(ends, before + most, side="right")))
         lengths = [int(length) for length in rows.lengths[start:end]]
-        dealt = microbatches(lengths, max(tokens_per_batch, *lengths), packing, world_size)
-        for own in dealt[rank]:
+        longer = [row for row, length in enumerate(lengths) if length > tokens_per_batch or not packing]
+        shorter = [row for row, length in enumerate(lengths) if length <= tokens_per_batch and packing]
+        packed = best_fit([lengths[row] for row in shorter], tokens_per_batch)
+        bins = [[row] for row in longer] + [[shorter[index] for index in indices] for indices in packed]
+        for own in deal(bins, lengths, world_size)[rank]:
             yield pack([rows[start + row] for row in own])
         start = end

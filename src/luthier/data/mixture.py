@@ -1,9 +1,9 @@
 """Which rows an epoch has, and in which order: a pure function of the sizes, the weights, the seed and the epoch.
 
 If no source names a weight, an epoch is every row of every source. If one does, the rows of an epoch have the shares
-that the weights ask for, and no row stands twice in it: the source that is smallest for its share gives all its rows,
-and every other one gives as many as its share allows. Over the epochs a source goes through all its rows, in an order
-drawn anew for each pass, before any comes again.
+that the weights ask for: the source that is smallest for its share gives all its rows once, and every other one gives
+as many as its share allows. Over the epochs each source goes through all its rows, in an order drawn anew for each
+pass, before any comes again.
 """
 
 from __future__ import annotations
