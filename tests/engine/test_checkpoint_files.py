@@ -15,6 +15,7 @@ from luthier.engine import randomness
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, committed
 from luthier.engine.state import TrainState
 from luthier.errors import CheckpointError
+from luthier.hf.source import resolve
 from luthier.optim.build import build_optimizer
 
 
@@ -25,7 +26,7 @@ def small_state(seed: int, dtype: torch.dtype = torch.float32) -> TrainState:
         parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype)
     model[0].weight.requires_grad_(False)
     optimizer = build_optimizer(model.named_parameters(), AdamWConfig(learning_rate=0.1))
-    return TrainState(model=model, optimizer=optimizer, head=None, device=torch.device("cpu"))  # type: ignore[arg-type]
+    return TrainState(model=model, optimizer=optimizer, head=None, device=torch.device("cpu"), source=resolve("debug:llama"))  # type: ignore[arg-type]
 
 
 def take_steps(state: TrainState, count: int) -> None:
@@ -120,6 +121,7 @@ def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:
         optimizer=build_optimizer([("w", nn.Parameter(torch.zeros(1)))], SGDConfig(name="sgd")),
         head=None,  # type: ignore[arg-type]
         device=torch.device("cpu"),
+        source=resolve("debug:llama"),
     )
     with pytest.raises(CheckpointError, match=r"other parameters \(for instance model\.2"):
         Checkpointer(tmp_path).load(other, tmp_path / "step-000000")

@@ -153,6 +153,7 @@ def build_state(
         ),
         head=Head(model),
         device=device,
+        source=source,
         lora=report,
         packing_fault=packing_fault,
     )

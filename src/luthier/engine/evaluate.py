@@ -37,6 +37,25 @@ class Evaluation:
 
 
 @torch.no_grad()
+def batch_logprobs(model: Any, head: Head, batch: Batch) -> torch.Tensor:
+    """Log-probabilities of a microbatch's targets, without gradients.
+
+    Args:
+        model: in whatever mode it is.
+        head: the model's head.
+        batch: on the model's device.
+
+    Returns:
+        [T] in fp32 or wider, 0 where the weight is 0.
+    """
+    chosen = batch.weights[0].nonzero().squeeze(-1)  # [n]
+    values = torch.zeros(batch.tokens, dtype=head.dtype, device=batch.input_ids.device)
+    if chosen.numel():
+        values[chosen] = head.logprobs(hidden_states(model, batch)[chosen], batch.targets[0, chosen])
+    return values
+
+
+@torch.no_grad()
 def evaluate(
     model: Any,
     head: Head,
@@ -63,16 +82,11 @@ def evaluate(
     try:
         for cpu_batch in batches:
             batch = cpu_batch.to(device)
-            chosen = batch.weights[0].nonzero().squeeze(-1)
-            if chosen.numel():
-                hidden = hidden_states(model, batch)[chosen]
-                logprobs = head.logprobs(hidden, batch.targets[0, chosen])
-                weights = batch.weights[0, chosen]
-                loss -= float((logprobs.double() * weights).sum())
-                weight += float(weights.sum())
+            loss -= float((batch_logprobs(model, head, batch).double() * batch.weights[0]).sum())
+            weight += batch.total_weight
             rows += batch.documents
             tokens += batch.tokens
-            trained += int(chosen.numel())
+            trained += batch.trained_tokens
             if progress is not None:
                 progress(rows)
     finally:

@@ -13,6 +13,7 @@ from luthier.optim.optimizer import Optimizer
 if TYPE_CHECKING:
     from luthier.adapters import LoraReport
     from luthier.engine.logprobs import Head
+    from luthier.hf.source import ModelSource
 
 
 @dataclass
@@ -41,6 +42,10 @@ class TrainState:
     head: Head
     """How hidden states become log-probabilities."""
     device: torch.device
+    source: ModelSource
+    """Where the weights came from."""
+    tokenizer: Any = None
+    """Set by whoever loads one beside the model (`luthier.load`); the step needs none."""
     counters: Counters = field(default_factory=Counters)
     lora: LoraReport | None = None
     """What was adapted; None in full fine-tuning."""

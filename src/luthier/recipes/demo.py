@@ -104,7 +104,7 @@ def demo_config(folder: Path, output: Path) -> RunConfig:
 def ask(run: Run, tokenizer: Any, questions: list[dict[str, Any]]) -> list[str]:
     """What the model in memory answers to the first held-out questions."""
     with stage("asking"):
-        return [answer(run.state.model, tokenizer, q["question"], run.config)[0] for q in questions[:ASKED]]
+        return [answer(run.state.model, tokenizer, q["question"], run.config.generation)[0] for q in questions[:ASKED]]
 
 
 @torch.no_grad()

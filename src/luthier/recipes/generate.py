@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from luthier.config import RunConfig
+from luthier.config import GenerationConfig, RunConfig
 from luthier.data.mask import Masker
 from luthier.hf.render import Encoder
 from luthier.hf.tokenizer import chat_template_of, encode_text, render, stop_token_ids, text_streamer
@@ -33,18 +33,18 @@ def generate(config: RunConfig, prompts: Sequence[str], *, adapter: Path | None 
     model = inference_model(config, device, adapter)
     answers = []
     for number, prompt in enumerate(prompts):
-        text, count = answer(model, tokenizer, prompt, config, seed=config.seed + number)
+        text, count = answer(model, tokenizer, prompt, config.generation, seed=config.seed + number)
         answers.append({"prompt": prompt, "text": text, "tokens": count})
     return {"model": config.model, "adapter": str(adapter) if adapter else None, "answers": answers}
 
 
-def answer(model: Any, tokenizer: Any, prompt: str, config: RunConfig, *, seed: int = 0) -> tuple[str, int]:
+def answer(model: Any, tokenizer: Any, prompt: str, config: GenerationConfig, *, seed: int = 0) -> tuple[str, int]:
     """One answer and its length in tokens."""
     if chat_template_of(tokenizer) is None:
         ids = encode_text(tokenizer, prompt)
     else:
         ids = render(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
-    new = generate_ids(model, ids, config.generation, stop_token_ids=stops_of(model, tokenizer), seed=seed)
+    new = generate_ids(model, ids, config, stop_token_ids=stops_of(model, tokenizer), seed=seed)
     return str(tokenizer.decode(new, skip_special_tokens=True)).strip(), len(new)
 
 
