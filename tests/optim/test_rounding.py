@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 
 import pytest
 import torch
 
-from luthier.optim import rounding
 from luthier.optim.rounding import join, split, stochastic_round
 
 
@@ -29,10 +27,6 @@ def split_apart(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     weights, remainders = torch.empty_like(values, dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16)
     split(values.clone(), weights, remainders)
     return weights, remainders
-
-
-def test_documented_examples() -> None:
-    assert doctest.testmod(rounding).failed == 0
 
 
 def test_a_bf16_weight_and_its_remainder_are_the_fp32_value() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import doctest
-import xml.etree.ElementTree as ElementTree
-
 import pytest
 import torch
 from pydantic import TypeAdapter
 from transformers import get_scheduler
 
 from luthier.config.sections import ScheduleConfig
-from luthier.optim import plot, schedules
+from luthier.optim import schedules
 
 
 def config(**fields: object) -> ScheduleConfig:
@@ -83,18 +80,3 @@ def test_piecewise_with_warmup() -> None:
 def test_a_warmup_longer_than_the_run_never_arrives() -> None:
     values = [schedules.factor(step, 5, config(name="cosine", warmup=9)) for step in range(5)]
     assert values == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
-
-
-def test_formulas_in_the_documentation() -> None:
-    assert doctest.testmod(schedules).failed == 0
-
-
-@pytest.mark.parametrize("total", [1, 2, 7, 1000])
-def test_pictures(total) -> None:
-    text = plot.draw(config(name="cosine"), total, peak=3e-4)
-    lines = text.splitlines()
-    assert "0.0003" in lines[0]
-    assert lines[-1].split() == ["0", str(total - 1)]
-    assert all(len(line) <= 80 for line in lines)
-    document = ElementTree.fromstring(plot.svg(config(name="cosine", warmup=0.1), total, peak=3e-4))
-    assert "cosine" in "".join(document.itertext())

@@ -16,6 +16,7 @@ def estimate(
 ) -> Answer:
     """Say how many parameters, floating-point operations and bytes a run takes; reads the model's config.json alone."""
     config = run_config(arguments, model=model, data=data, defaults={"data": {}})
-    from luthier.estimate import estimate
+    from luthier.estimate import estimate, lines
 
-    return Answer(estimate(config))
+    result = estimate(config)
+    return Answer(result, lines(result))

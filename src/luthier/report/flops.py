@@ -1,0 +1,190 @@
+"""What a model computes: the matrix products of a token, of attention over a document, of the head.
+
+Counted by structure, from a model with or without weights (meta). An n x k by k x m product is 2 n k m operations;
+everything else (norms, activations, softmax) is left out, as is usual, and so is recomputation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from luthier.adapters.layer import LoraLayer
+from luthier.hf.anatomy import Anatomy, describe
+from luthier.hf.linear import linear_shape
+
+_UNFUSED_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFlops:
+    """One layer's products of queries with keys and of probabilities with values.
+
+    Attributes:
+        pair: operations of the forward pass for one query and one key that it sees.
+        window: how many keys a query sees at most; None for all before it.
+        backward: whether the backward pass goes through. It counts as twice the forward's, though queries, keys or
+            values of the lowest layer that trains may need none.
+    """
+
+    pair: int
+    window: int | None
+    backward: bool
+
+    def forward(self, length: int) -> int:
+        """Operations for one document of this many tokens, each seeing itself and those before."""
+        reach = min(length, self.window or length)
+        return self.pair * (reach * (reach + 1) // 2 + (length - reach) * reach)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """Operations of one model as it is trained.
+
+    Attributes:
+        token_forward: of all layers for one token, attention's own products aside.
+        token_backward: of all layers for one token; less where weights are frozen, least below the first adapter.
+        attention: of each layer that has attention.
+        head_forward: for one position that the loss counts; positions of weight 0 never reach the head.
+        head_backward: for one such position.
+    """
+
+    token_forward: int
+    token_backward: int
+    attention: tuple[AttentionFlops, ...]
+    head_forward: int
+    head_backward: int
+
+    def forward(self, lengths: Iterable[int], trained: int) -> int:
+        """Operations of a forward pass over documents of these lengths with `trained` positions in the loss."""
+        lengths = list(lengths)
+        seen = sum(layer.forward(length) for layer in self.attention for length in lengths)
+        return self.token_forward * sum(lengths) + seen + self.head_forward * trained
+
+    def backward(self, lengths: Iterable[int], trained: int) -> int:
+        """Operations of the backward pass that follows."""
+        lengths = list(lengths)
+        seen = sum(2 * layer.forward(length) for layer in self.attention if layer.backward for length in lengths)
+        return self.token_backward * sum(lengths) + seen + self.head_backward * trained
+
+    def step(self, lengths: Sequence[int], trained: int) -> int:
+        """Forward and backward together."""
+        return self.forward(lengths, trained) + self.backward(lengths, trained)
+
+
+def count_flops(model: Any) -> ModelFlops:
+    """Count the operations of a model, by which of its parameters require gradients.
+
+    Args:
+        model: a Transformers causal language model, possibly on meta, possibly with adapters in it.
+    """
+    anatomy = describe(model)
+    active = _active_experts(model)
+    modules = dict(model.named_modules())
+    linears = {name: module for name, module in modules.items() if linear_shape(module) is not None}
+    embedding = modules[anatomy.embedding]
+    # Whether a gradient must flow into what comes next: something before it trains.
+    flows = any(parameter.requires_grad for parameter in embedding.parameters())
+    forward = backward = 0
+    attention = []
+    shapes = _attention_shapes(model, len(anatomy.layers))
+    for index, layer in enumerate(anatomy.layers):
+        flows = flows or _own_parameters_train(modules[layer], layer, linears)
+        for stage, names in enumerate(_stages(anatomy, layer)):
+            trains = False
+            for name in names:
+                module = modules[name]
+                share = active if name in anatomy.experts or _UNFUSED_EXPERT.search(name) else 1.0
+                ahead, back = _products(module, flows)
+                forward += round(ahead * share)
+                backward += round(back * share)
+                trains = trains or any(p.requires_grad for p in module.parameters())
+            flows = flows or trains
+            if stage == 0 and shapes[index] is not None:
+                pair, window = shapes[index]  # type: ignore[misc]
+                attention.append(AttentionFlops(pair, window, flows))
+    flows = flows or any(p.requires_grad for p in _parameters(modules, anatomy.final_norm))
+    ahead, back = _products(modules[anatomy.head], flows) if anatomy.head is not None else (0, 0)
+    return ModelFlops(forward, backward, tuple(attention), ahead, back)
+
+
+def _products(module: nn.Module, flows: bool) -> tuple[int, int]:
+    """Operations a token of one linear layer or fused experts: forward, backward."""
+    forward = backward = 0
+    fused = linear_shape(module) is None
+    for parameter in module.parameters(recurse=False):
+        if parameter.dim() == (3 if fused else 2):  # not the biases, which experts have in two dimensions
+            once = 2 * parameter.numel() // (parameter.shape[0] if fused else 1)  # one expert's
+            forward += once
+            backward += once * (flows + parameter.requires_grad)
+    if isinstance(module, LoraLayer):
+        down, up = 2 * module.lora_A.weight.numel(), 2 * module.lora_B.weight.numel()
+        forward += down + up
+        backward += down * (1 + flows) + 2 * up
+    return forward, backward
+
+
+def _stages(anatomy: Anatomy, layer: str) -> list[list[str]]:
+    """A layer's linear modules in order: into attention, out of it, into the feed-forward part, out of it."""
+    inside = f"{layer}."
+    attn = [name for name in anatomy.attn if name.startswith(inside)]
+    mlp = [name for name in anatomy.mlp if name.startswith(inside)]
+    rest = [
+        name
+        for name in (*anatomy.experts, *anatomy.routers, *anatomy.others)
+        if name.startswith(inside) and name not in mlp
+    ]
+    return [attn[:-1], attn[-1:], mlp[:-1] + rest, mlp[-1:]]
+
+
+def _own_parameters_train(layer: nn.Module, name: str, linears: dict[str, nn.Module]) -> bool:
+    """Whether a norm or another parameter outside the linear modules of a layer trains."""
+    counted = {id(p) for key in linears if key.startswith(f"{name}.") for p in linears[key].parameters()}
+    return any(parameter.requires_grad and id(parameter) not in counted for parameter in layer.parameters())
+
+
+def _parameters(modules: dict[str, nn.Module], name: str | None) -> list[nn.Parameter]:
+    return list(modules[name].parameters()) if name is not None else []
+
+
+def _active_experts(model: Any) -> float:
+    """What the experts' operations are multiplied by: those a token visits, or their share where each is a module."""
+    config = model.config.get_text_config()
+    visited = _first_int(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts") or 1
+    if not any(_UNFUSED_EXPERT.search(name) for name, _ in model.named_modules()):
+        return float(visited)
+    return visited / (_first_int(config, "num_local_experts", "num_experts", "n_routed_experts") or visited)
+
+
+def _first_int(config: Any, *names: str) -> int | None:
+    """The first of some names of one thing that a config knows."""
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+
+
+def _attention_shapes(model: Any, layers: int) -> list[tuple[int, int | None] | None]:
+    """(operations a query-key pair, window) of every layer; None for a layer without attention."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return [None] * layers
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys, values = getattr(config, "qk_head_dim", None) or size, getattr(config, "v_head_dim", None) or size
+    pair = 2 * heads * (keys + values)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    shapes: list[tuple[int, int | None] | None] = []
+    for kind in kinds[:layers]:
+        match kind:
+            case "sliding_attention":
+                shapes.append((pair, window))
+            case "chunked_attention":
+                shapes.append((pair, getattr(config, "attention_chunk_size", None)))
+            case "full_attention" | "attention":
+                shapes.append((pair, None))
+            case _:  # recurrent layers keep a state instead
+                shapes.append(None)
+    return shapes + [None] * (layers - len(shapes))

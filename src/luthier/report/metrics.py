@@ -1,0 +1,46 @@
+"""Names, units and meanings of everything in metrics.jsonl and in the trackers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One column."""
+
+    unit: str
+    meaning: str
+
+
+METRICS: dict[str, Metric] = {
+    "step": Metric("steps", "optimizer steps so far, skipped ones included; the first row is step 1"),
+    "epoch": Metric("passes", "passes through the training rows so far"),
+    "loss": Metric("nats a token", "sum of weighted token losses / sum of weights over this step's global batch"),
+    "gradient_norm": Metric("", "2-norm of all gradients together, before clipping"),
+    "learning_rate": Metric("", "what this step was taken with"),
+    "rows": Metric("rows", "trained on so far"),
+    "tokens": Metric("tokens", "read by the model so far"),
+    "trained_tokens": Metric("tokens", "of these, those with a weight in the loss"),
+    "skipped_steps": Metric("steps", "left out so far because loss or gradient was not finite"),
+    "step_seconds": Metric("s", "wall time of this step, waiting for data included"),
+    "tokens_per_second": Metric("tokens/s", "tokens of this step / its time"),
+    "flops_per_second": Metric(
+        "FLOP/s", "matrix products that this step needs / its time; recomputation is not counted"
+    ),
+    "peak_share": Metric("", "flops_per_second / what the machine does at most on matrices of this dtype"),
+    "memory_bytes": Metric("bytes", "largest memory so far: of the device, or of the process on a CPU"),
+    "validation_loss": Metric("nats a token", "the same loss over every validation row once"),
+    "validation_perplexity": Metric("", "exp(validation_loss)"),
+    "validation_tokens": Metric("tokens", "validation tokens with a weight in the loss"),
+}
+
+
+def table() -> str:
+    """The metrics as a Markdown table.
+
+    >>> print(table().splitlines()[2])
+    | `step` | steps | optimizer steps so far, skipped ones included; the first row is step 1 |
+    """
+    rows = [f"| `{name}` | {metric.unit} | {metric.meaning} |" for name, metric in METRICS.items()]
+    return "\n".join(["| name | unit | meaning |", "| --- | --- | --- |", *rows])

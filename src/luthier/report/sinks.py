@@ -1,0 +1,165 @@
+"""Where metrics go: metrics.jsonl always, trackers when asked for."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from luthier.errors import UserError
+
+Values = Mapping[str, float | int]
+
+
+class Sink(Protocol):
+    """Something that keeps numbers by step."""
+
+    def write(self, step: int, values: Values) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """One JSON object a line, flushed at once; what is not finite is null.
+
+    Args:
+        path: of the file; goes on with what is there.
+        step: the step that the run goes on from. Rows of later steps, left by a run that was killed after its last
+            checkpoint, and a half-written last line are cut off; 0 starts an empty file.
+    """
+
+    def __init__(self, path: Path, *, step: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step] if step else []
+        # Written aside: a crash in between must not cost the rows so far.
+        aside = path.with_name(path.name + ".writing")
+        aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(aside, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: Values) -> None:
+        row = {"step": step} | {
+            name: value if math.isfinite(value) else None for name, value in values.items() if name != "step"
+        }
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _whole_lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    *lines, _ = path.read_text(encoding="utf-8").split("\n")  # what follows the last newline is half a row
+    return [line for line in lines if line]
+
+
+class TensorBoardSink:
+    """Event files under RUN/tensorboard."""
+
+    def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
+        _module("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory / "tensorboard"))
+        self._writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
+
+    def write(self, step: int, values: Values) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A run named after the directory; it goes on when the training does."""
+
+    def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
+        wandb = _module("wandb")
+        marker = directory / "wandb-id.txt"
+        if not marker.exists():
+            marker.write_text(wandb.util.generate_id(), encoding="utf-8")
+        self._run = wandb.init(
+            project=project, name=directory.name, id=marker.read_text(encoding="utf-8"), resume="allow",
+            dir=str(directory), config=dict(config),
+        )  # fmt: skip
+
+    def write(self, step: int, values: Values) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowSink:
+    """A run of the experiment `project`, on the server that MLFLOW_TRACKING_URI names."""
+
+    def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
+        self._mlflow = _module("mlflow")
+        self._mlflow.set_experiment(project)
+        marker = directory / "mlflow-id.txt"
+        known = marker.read_text(encoding="utf-8") if marker.exists() else None
+        run = self._mlflow.start_run(run_id=known, run_name=None if known else directory.name)
+        if known is None:
+            marker.write_text(run.info.run_id, encoding="utf-8")
+            self._mlflow.log_dict(dict(config), "config.json")
+
+    def write(self, step: int, values: Values) -> None:
+        self._mlflow.log_metrics({name: float(value) for name, value in values.items()}, step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class TrackioSink:
+    """A run named after the directory in a local trackio project."""
+
+    def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
+        self._run = _module("trackio").init(project=project, name=directory.name, config=dict(config), resume="allow")
+
+    def write(self, step: int, values: Values) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "mlflow": MlflowSink,
+    "trackio": TrackioSink,
+}
+
+
+def open_tracker(name: str, directory: Path, project: str, config: Mapping[str, Any]) -> Sink:
+    """Start a tracker.
+
+    Args:
+        name: a key of `TRACKERS`.
+        directory: of the run.
+        project: what the tracker files the run under.
+        config: the resolved config, JSON-able.
+
+    Raises:
+        UserError: the tracker's package is not installed.
+    """
+    return TRACKERS[name](directory, project, config)
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"{name} cannot be imported ({error})",
+            where="report.trackers",
+            remedy=f"install it with: pip install 'luthier[{name}]'",
+        ) from None
