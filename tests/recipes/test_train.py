@@ -1,0 +1,228 @@
+"""Whole runs: they resume bit for bit, after a clean stop and after SIGKILL, and what they leave opens elsewhere."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from luthier.config import RunConfig
+from luthier.engine.checkpoint import committed, read_record
+from luthier.errors import CheckpointError, ConfigError, NonFiniteError
+from luthier.hf.load import load_model
+from luthier.hf.source import resolve
+from luthier.recipes.dry_run import dry_run
+from luthier.recipes.evaluate import evaluate
+from luthier.recipes.export import export
+from luthier.recipes.sft import train
+
+DATA = Path(__file__).parents[2] / "src" / "luthier" / "demo"
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join((DATA / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:24]))
+    return path
+
+
+def config(tmp_path: Path, rows: Path, name: str, **changes: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "model": "debug:llama",
+        "data": {"train": str(rows), "validation_fraction": 0.2, "sequence_length": 256},
+        "adapter": {"rank": 4, "dropout": 0.1},
+        "optimizer": {"name": "adamw", "learning_rate": 1e-2},
+        "schedule": {"name": "cosine", "warmup": 2},
+        "train": {"epochs": 2, "rows_per_step": 4, "precision": "fp32"},
+        "evaluation": {"every": 3},
+        "checkpoint": {"every": 2, "keep": 3},
+        "output": str(tmp_path / name),
+    }
+    return RunConfig.model_validate(values | changes)
+
+
+def tensors(run: Path) -> dict[str, torch.Tensor]:
+    [path] = (committed(run / "checkpoints")[-1] / "tensors").glob("*.safetensors")
+    return load_file(path)
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    first, second = tensors(one), tensors(other)
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    records = [read_record(committed(run / "checkpoints")[-1]) for run in (one, other)]
+    for key in ("counters", "loader", "course", "randomness", "optimizer"):
+        assert records[0][key] == records[1][key], key
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "lora bf16": {"train": {"epochs": 2, "rows_per_step": 4, "precision": "bf16"}},
+    "lora fp32 tokens": {"train": {"epochs": 2, "tokens_per_step": 300, "precision": "fp32"}},
+    "full": {"adapter": None, "train": {"epochs": 2, "rows_per_step": 4, "precision": "fp32"}},
+    "full stochastic": {
+        "adapter": None,
+        "optimizer": {"name": "stochastic_adamw", "learning_rate": 1e-3},
+        "train": {"epochs": 2, "rows_per_step": 4, "precision": "bf16"},
+    },
+    "muon": {"adapter": None, "optimizer": {"name": "muon", "learning_rate": 1e-3}},
+    "streaming": {"train": {"steps": 9, "rows_per_step": 4, "precision": "fp32"}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_was_stopped_ends_like_one_that_was_not(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    changes = dict(CASES[case])
+    if case == "streaming":
+        changes["data"] = {"train": str(rows), "streaming": True, "shuffle_buffer": 8, "sequence_length": 256}
+    whole = train(config(tmp_path, rows, "whole", **changes))
+    from luthier.recipes import sft
+
+    take_step, stop_at = sft.take_step, {3, 7}
+
+    def stopping(run: sft.Run, batch: Any) -> dict[str, float]:
+        measured = take_step(run, batch)
+        if run.state.counters.step in stop_at:
+            stop_at.discard(run.state.counters.step)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measured
+
+    monkeypatch.setattr(sft, "take_step", stopping)
+    broken = config(tmp_path, rows, "broken", **changes)
+    first = train(broken)
+    assert first["interrupted"] == "SIGTERM" and first["steps"] == 3
+    assert train(broken)["steps"] == 7
+    last = train(broken, resume="must")
+    assert last["interrupted"] is None and last["steps"] == whole["steps"]
+    assert_same_end(tmp_path / "whole", tmp_path / "broken")
+    steps = [json.loads(line)["step"] for line in (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == list(range(1, whole["steps"] + 1))
+
+
+@pytest.mark.parametrize("adapter", [{"rank": 4}, None])
+def test_twenty_kills_at_random_moments_change_nothing(tmp_path: Path, rows: Path, adapter: Any) -> None:
+    changes = {"adapter": adapter, "checkpoint": {"every": 1, "keep": 2}, "train": {"epochs": 3, "rows_per_step": 3}}
+    train(config(tmp_path, rows, "whole", **changes))
+    broken = config(tmp_path, rows, "broken", **changes)
+    from luthier.config import dump_config
+
+    (tmp_path / "run.yaml").write_text(dump_config(broken))
+    command = [sys.executable, "-m", "tests.recipes.killable", str(tmp_path / "run.yaml"), "20", "7", "2.5"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_end(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_the_resolved_config_repeats_the_run(tmp_path: Path, rows: Path) -> None:
+    from luthier.config import load_config
+
+    train(config(tmp_path, rows, "first"))
+    again = load_config(tmp_path / "first" / "config.yaml", output=tmp_path / "second")
+    train(again)
+    assert_same_end(tmp_path / "first", tmp_path / "second")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"adapter": {"rank": 8}}, "adapter.rank was 4 and is 8"),
+        ({"train": {"epochs": 2, "rows_per_step": 5}}, "rows_per_step was 4, is 5"),
+        ({"model": "debug:qwen3"}, "model was 'debug:llama"),
+        ({"data": {"train": str(DATA / "heldout.jsonl"), "sequence_length": 256}}, "the training rows are others"),
+        ({"seed": 5}, "seed was 0 and is 5"),
+    ],
+)
+def test_a_changed_run_is_not_gone_on_with(tmp_path: Path, rows: Path, changes: dict[str, Any], told: str) -> None:
+    train(config(tmp_path, rows, "run"))
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    with pytest.raises(CheckpointError, match=told):
+        train(config(tmp_path, rows, "run", **changes))
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
+
+
+def test_the_exports_of_a_run_open_in_plain_transformers(tmp_path: Path, rows: Path) -> None:
+    run = config(tmp_path, rows, "run", train={"epochs": 1, "rows_per_step": 4, "precision": "bf16"})
+    summary = train(run)
+    assert summary["form"] == "adapter" and (tmp_path / "run" / "export" / "adapter_model.safetensors").is_file()
+    told = export(tmp_path / "run", output=tmp_path / "merged")
+    assert "merged 14 adapters" in told["merged"]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert plain.dtype == torch.bfloat16
+    ours = load_model(resolve(str(tmp_path / "merged")), dtype="bf16")
+    ids = torch.arange(5, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(plain(ids).logits, ours(ids).logits)
+    # The loss of the merged model is that of the adapted one up to the one rounding of each weight.
+    merged = evaluate(run.model_copy(update={"model": str(tmp_path / "merged")}))
+    adapted = evaluate(run, adapter=tmp_path / "run" / "export")
+    assert merged["loss"] == pytest.approx(adapted["loss"], rel=5e-3)
+    assert adapted["loss"] == pytest.approx(summary["validation"]["loss"], rel=1e-6)
+    with pytest.raises(CheckpointError, match="there is no checkpoint of step 77"):
+        export(tmp_path / "run", output=tmp_path / "other", step=77)
+
+
+def test_evaluation_is_the_same_at_every_batch_size(tmp_path: Path, rows: Path) -> None:
+    base = config(tmp_path, rows, "run")
+    losses = []
+    for length, packing in ((256, True), (256, False), (2048, True)):
+        data = base.data.model_copy(update={"packing": packing, "sequence_length": length, "validation_fraction": 0.5})
+        losses.append(evaluate(base.model_copy(update={"data": data}))["loss"])
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_early_stopping_and_the_best_checkpoint(tmp_path: Path, rows: Path) -> None:
+    # A learning rate this large cannot lower the validation loss for long.
+    summary = train(
+        config(
+            tmp_path,
+            rows,
+            "run",
+            optimizer={"learning_rate": 3.0},
+            schedule={"name": "constant"},
+            train={"steps": 40, "rows_per_step": 4, "precision": "fp32"},
+            evaluation={"every": 1, "early_stopping": 3},
+            checkpoint={"every": 1, "keep": 1},
+        )
+    )
+    assert summary["stopped_early"] and summary["steps"] < 40
+    assert summary["best"]["step"] == summary["steps"] - 3
+    names = {path.name for path in committed(tmp_path / "run" / "checkpoints")}
+    assert names == {f"step-{summary['best']['step']:06d}", f"step-{summary['steps']:06d}"}
+
+
+def test_what_is_not_finite_is_named_or_skipped(tmp_path: Path, rows: Path) -> None:
+    explosive = {"name": "sgd", "learning_rate": 1e38}
+    run = config(tmp_path, rows, "stop", adapter=None, optimizer=explosive, schedule={"name": "constant"})
+    with pytest.raises(NonFiniteError, match=r"step \d+: the loss is nan.*rows .*rows.jsonl:\d+"):
+        train(run)
+    skipping = run.model_copy(
+        update={"output": tmp_path / "skip", "train": run.train.model_copy(update={"on_non_finite": "skip"})}
+    )
+    assert train(skipping)["skipped_steps"] > 0
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path: Path, rows: Path) -> None:
+    from luthier.recipes.run_directory import RunDirectory
+
+    run = config(tmp_path, rows, "run")
+    with RunDirectory(run.output).locked(), pytest.raises(ConfigError, match="another run is writing here"):
+        train(run)
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path, rows: Path) -> None:
+    told = dry_run(config(tmp_path, rows, "run"))
+    assert told["steps"] == 10 and len(told["losses"]) == 2 and told["seconds"] > 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_must_resume_without_a_checkpoint_is_refused(tmp_path: Path, rows: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint to go on from"):
+        train(config(tmp_path, rows, "run"), resume="must")
