@@ -257,8 +257,8 @@ def test_items_of_lists_by_number(tmp_path: Path) -> None:
     assert config.data.train is not None
     assert [(s.path, s.weight, s.format) for s in config.data.train] == [
         ("a.jsonl", 2.0, None),
-        ("b.jsonl", 1.0, "chat"),
-        ("c", 1.0, None),
+        ("b.jsonl", None, "chat"),
+        ("c", None, None),
     ]
     message = fault(tmp_path / "run.yaml", "data.train.path=x")
     assert message == "command line: data.train.path: there are 2 items; say which, as data.train.0.path"

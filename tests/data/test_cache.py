@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -92,6 +93,24 @@ def test_a_damaged_entry_is_made_again(config, tiny, damage):
     again = build_rows(config, "train", tiny)
     assert [again[index].tokens.tolist() for index in range(len(again))] == wanted_tokens
     assert len(entries()) == 1
+
+
+def test_hub_data_sets_are_cached_and_streamed(tiny, tmp_path, monkeypatch):
+    import datasets
+
+    folder = tmp_path / "owner" / "name"
+    folder.mkdir(parents=True)
+    (folder / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    config = DataConfig(train="hf://owner/name")
+    first, second = (build_rows(config, "train", tiny) for _ in range(2))
+    assert first.fingerprint == second.fingerprint
+    assert second[1].origin == "hf://owner/name[train]:row 2"
+    assert len(entries()) == 1
+    stream = build_rows(DataConfig(train="hf://owner/name", streaming=True, shuffle=False), "train", tiny)
+    got = [placed.sample.origin for placed in itertools.islice(stream.samples(), 3)]
+    assert got == [f"hf://owner/name[train]:row {number}" for number in (1, 2, 1)]
 
 
 def test_an_interrupted_write_leaves_nothing(config, tiny):

@@ -293,6 +293,21 @@ def test_formats_that_there_are_not(tiny, name, words):
         make_format(name, tiny, SourceConfig(path="x"))
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"options": {"tempalte": "chat"}}, "format text has no option 'tempalte'"),
+        ({"format": "text", "columns": {"prompt": "text"}}, "no column map"),
+        ({"format": "instruct", "column": "text"}, "not one column"),
+        ({"subset": "a"}, "only a data set of the Hub"),
+        ({"split": "test"}, "only a data set of the Hub"),
+    ],
+)
+def test_settings_that_would_not_be_looked_at_are_refused(tiny, rows_of, source, words):
+    with pytest.raises(ConfigError, match=words):
+        rows_of(tiny, [{"text": "a"}], source)
+
+
 def test_random_rows(tiny):
     options = {"minimum": 4, "maximum": 9, "masked": 0.5}
     data = DataConfig(train=[{"path": "random", "format": "random", "rows": 200, "options": options}])

@@ -64,12 +64,12 @@ class SourceConfig(Section):
     """A system message for rows that have none (instruct and chat)."""
     train_on_input: bool = False
     """Also train on what the model is given, not only on what it should answer (instruct and chat)."""
-    weight: PositiveFloat = 1.0
-    """This source's share of a mixture, relative to the others."""
+    weight: PositiveFloat | None = None
+    """This source's share of a mixture, relative to the others (1 where another names one); without any, all rows."""
     rows: PositiveInt | None = None
     """Take the first N rows only; of format random: how many rows to make (default 1,000)."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of a format of one's own, and of random (minimum and maximum length, masked share)."""
+    """Of a format of one's own; text files: rows (paragraph, line, file); instruct: template (chat, plain); random."""
 
 
 Sources = Annotated[list[SourceConfig], BeforeValidator(_one_or_many), Field(min_length=1)]

@@ -23,6 +23,7 @@ Progress = Callable[[int, int | None], None]
 """Called with rows done, and rows in all where that is known."""
 
 _PEEKED = 32
+_REMEDY = "mend the row, or leave such rows out with data.on_bad_row: skip"
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class SourceReader:
         except BadRow as fault:
             placed = fault.at(str(origin))
             if self.data.on_bad_row == "raise":
+                placed = BadRow(fault.what, reason=fault.reason, where=str(origin), remedy=fault.remedy or _REMEDY)
                 raise placed from fault.__cause__
             self.report.skip(placed)
             return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, overload
 
 import numpy as np
 
@@ -126,6 +126,28 @@ class Rows:
         return np.concatenate([part.columns[name][rows] for part, rows in zip(self._parts, self._chosen, strict=True)])
 
 
+@overload
+def build_rows(
+    config: DataConfig,
+    which: Literal["validation"],
+    tokenizer: Tokenizer,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Rows: ...
+
+
+@overload
+def build_rows(
+    config: DataConfig,
+    which: Literal["train", "validation"],
+    tokenizer: Tokenizer,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Rows | StreamRows: ...
+
+
 def build_rows(
     config: DataConfig,
     which: Literal["train", "validation"],
@@ -167,9 +189,10 @@ def build_rows(
 
 
 def mixture_weights(sources: Sequence[SourceConfig]) -> list[float] | None:
-    """The weights of the sources if any source names one, else None."""
-    named = any("weight" in source.model_fields_set for source in sources)
-    return [source.weight for source in sources] if named and len(sources) > 1 else None
+    """The weights of the sources if any source names one (1 where it does not), else None."""
+    if len(sources) == 1 or all(source.weight is None for source in sources):
+        return None
+    return [1.0 if source.weight is None else source.weight for source in sources]
 
 
 def _read(

@@ -22,6 +22,8 @@ FORMATS: dict[str, Callable[[Tokenizer, SourceConfig], Format]] = {
     "chat": ChatFormat,
     "random": RandomFormat,
 }
+_OPTIONS = {"text": ("rows",), "instruct": ("rows", "template"), "chat": ("rows",)}
+"""Options of the formats that do not look after their own; `rows` says what a row of a text file is."""
 _WORKS = (
     "text (a column text), chat (messages or conversations), instruct (instruction and output, or prompt and "
     "completion), or name the columns with data.*.column or data.*.columns"
@@ -65,6 +67,7 @@ def make_format(name: str, tokenizer: Tokenizer, source: SourceConfig) -> Format
         UserError: there is no such format, or it refuses the source.
     """
     if name in FORMATS:
+        _refuse_unused(name, source)
         return FORMATS[name](tokenizer, source)
     module_name, colon, class_name = name.partition(":")
     if not colon:
@@ -85,3 +88,18 @@ def make_format(name: str, tokenizer: Tokenizer, source: SourceConfig) -> Format
         kind = type(error).__name__
         raise ConfigError(f"format {name!r} cannot be made ({kind}: {error})", where="data.*.format") from error
     return own
+
+
+def _refuse_unused(name: str, source: SourceConfig) -> None:
+    """A setting that a format would not look at is a mistake of its user's, so it is not passed over."""
+    if source.columns and name != "instruct":
+        raise ConfigError(f"format {name} has no column map", where="data.*.columns", remedy="use data.*.column")
+    if source.column is not None and name not in ("text", "chat"):
+        raise ConfigError(f"format {name} has not one column", where="data.*.column", remedy="use data.*.columns")
+    if name in _OPTIONS:
+        unknown = [option for option in source.options if option not in _OPTIONS[name]]
+        if unknown:
+            known = ", ".join(_OPTIONS[name])
+            raise ConfigError(
+                f"format {name} has no option {unknown[0]!r}", where="data.*.options", remedy=f"there is {known}"
+            )

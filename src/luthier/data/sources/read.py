@@ -63,6 +63,10 @@ def read_rows(source: SourceConfig, files: list[Path] | None = None, loaded: Any
     if source.path.startswith(hub.PREFIX):
         rows = hub.read_hub(loaded if loaded is not None else hub.load(source, streaming=True), source)
     else:
+        # the default of `split` stands in every resolved config
+        if source.subset is not None or source.split != "train":
+            name = "split" if source.subset is None else "subset"
+            raise ConfigError("only a data set of the Hub (hf://) has one", where=f"data.*.{name}")
         unit = text_unit(source)
         found = files if files is not None else find_files(source.path)
         rows = (row for file in found for row in read_file(file, unit))
