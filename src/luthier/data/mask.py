@@ -108,7 +108,7 @@ class Masker:
         except UserError as error:
             raise BadRow(error.what, reason="refused by the chat template") from error
 
-    def refuse_lost_content(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> set[str]:
+    def changed_content(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> set[str]:
         """Roles whose text the template changes (or, for a system message, leaves out).
 
         Raises:

@@ -119,7 +119,7 @@ class Conversations:
         raise refused
 
     def _remark_on_lost_content(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> None:
-        for role in self._masker.refuse_lost_content(messages, tools):
+        for role in self._masker.changed_content(messages, tools):
             self.remarks[f"with {role} text that the chat template leaves out or changes"] += 1
 
     def _refuse_lost_tools(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> None:
