@@ -16,7 +16,9 @@ from transformers.pytorch_utils import Conv1D
 LinearLike = (nn.Linear, Conv1D)
 """Modules that multiply by one matrix: torch's, and GPT-2's that keeps it transposed."""
 
-_ATTENTION = re.compile(r"att(n|ention)?$|att(n|ention)?_|_att(n|ention)?|mixer|mamba|temporal_block|recurrent|conv$|short_conv")
+_ATTENTION = re.compile(
+    r"att(n|ention)?$|att(n|ention)?_|_att(n|ention)?|mixer|mamba|temporal_block|recurrent|conv$|short_conv"
+)
 _MLP = re.compile(r"mlp|ffn|feed_forward|feedforward|moe|expert|fc\d?$|fc_|^ff$|dense|intermediate|^output$|linear")
 _ROUTER = re.compile(r"^(gate|router|.*_gate|wg|gating)$")
 _ROUTER_CLASS = re.compile(r"Router")
@@ -80,7 +82,7 @@ def describe(model: PreTrainedModel) -> Anatomy:
     head = model.get_output_embeddings()
     decoder = text_backbone(model)
     layers = _layers(decoder)
-    attn, mlp, routers, others, experts = [], [], [], [], []
+    found: dict[str, list[str]] = {role: [] for role in ("attn", "mlp", "router", "other", "experts")}
     for layer in layers:
         for inner, module in layer.named_modules():
             name = names[id(module)]
@@ -88,10 +90,9 @@ def describe(model: PreTrainedModel) -> Anatomy:
                 parent = layer.get_submodule(inner.rpartition(".")[0])
                 if isinstance(parent, LinearLike):
                     continue  # an adapter's own matrices
-                role = _role(inner, parent)
-                {"attn": attn, "mlp": mlp, "router": routers}.get(role, others).append(name)
+                found[_role(inner, parent)].append(name)
             elif any(p.dim() == 3 for p in module.parameters(recurse=False)) and not isinstance(module, nn.Conv1d):
-                experts.append(name)
+                found["experts"].append(name)
     head_name = names.get(id(head)) if head is not None else None
     stateful = any(
         isinstance(module, nn.Conv1d) or _STATEFUL.search(type(module).__name__)
@@ -105,12 +106,12 @@ def describe(model: PreTrainedModel) -> Anatomy:
         final_norm=_final_norm(decoder, names),
         head=head_name,
         tied=_is_tied(model, head_name, names[id(embedding)]),
-        attn=tuple(attn),
-        mlp=tuple(mlp),
+        attn=tuple(found["attn"]),
+        mlp=tuple(found["mlp"]),
         unembed=(head_name,) if head_name is not None and isinstance(head, LinearLike) else (),
-        routers=tuple(routers),
-        others=tuple(others),
-        experts=tuple(experts),
+        routers=tuple(found["router"]),
+        others=tuple(found["other"]),
+        experts=tuple(found["experts"]),
         attention_only=not stateful,
     )
 

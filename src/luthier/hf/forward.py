@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from luthier.batch import Batch, Sample
@@ -28,7 +31,7 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """
     backbone = getattr(model, backbone_name(model))
     arguments: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
-    accepted = _accepted(type(backbone))
+    accepted = _accepted(type(backbone).forward)
     if accepted is not None:
         arguments = {name: value for name, value in arguments.items() if name in accepted}
     with documents(batch.cu_seqlens):
@@ -39,9 +42,9 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 
 @functools.cache
-def _accepted(cls: type) -> frozenset[str] | None:
+def _accepted(forward: Callable[..., Any]) -> frozenset[str] | None:
     """Names of the arguments that a backbone's forward takes; None = any."""
-    parameters = inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]
+    parameters = inspect.signature(forward).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
     return frozenset(parameters)
@@ -80,20 +83,21 @@ def packing_is_exact(model: PreTrainedModel) -> tuple[bool, str]:
 
 def _probe(model: PreTrainedModel) -> Batch:
     """Three documents of tokens that the model knows."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, torch.Tensor)
     random = np.random.default_rng(0)
     samples = []
     for length in _PROBE_LENGTHS:
-        ids = random.integers(0, vocabulary, length + 1)
+        ids = random.integers(0, embedding.shape[0], length + 1)
         samples.append(Sample.from_ids(ids, np.ones(length + 1)))
-    return Batch.pack(samples).to(model.get_input_embeddings().weight.device)
+    return Batch.pack(samples).to(embedding.device)
 
 
 def _leaks(model: PreTrainedModel, batch: Batch) -> str:
     """The reason why documents are not apart, or "" if no gradient crosses from one to another."""
     caught: list[torch.Tensor] = []
 
-    def catch(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+    def catch(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
         caught.append(output.detach().requires_grad_(True))
         return caught[-1].clone()  # some architectures scale it in place
 
@@ -105,7 +109,7 @@ def _leaks(model: PreTrainedModel, batch: Batch) -> str:
         with torch.enable_grad():
             hidden = hidden_states(model, batch)
             bounds = batch.cu_seqlens.tolist()
-            for start, stop in zip(bounds, bounds[1:], strict=False):
+            for start, stop in itertools.pairwise(bounds):
                 grad = torch.autograd.grad(hidden[start:stop].float().sum(), caught[0], retain_graph=True)[0][0]
                 outside = torch.cat([grad[:start], grad[stop:]])
                 if bool((outside != 0).any()):
@@ -123,7 +127,7 @@ def _same_alone(model: PreTrainedModel, batch: Batch) -> tuple[bool, str]:
     packed = head_logits(model, hidden_states(model, batch)).double()
     bounds = batch.cu_seqlens.tolist()
     worst = 0.0
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         alone = model(input_ids=batch.input_ids[:, start:stop], use_cache=False).logits[0].double()
         scale = alone.abs().max().clamp(min=1e-9)
         worst = max(worst, float((packed[start:stop] - alone).abs().max() / scale))

@@ -100,7 +100,11 @@ def linear_head(model: PreTrainedModel) -> HeadInfo | None:
         None where the head is anything else: adapters in it, a transformation before it, several outputs.
     """
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or set(dict(head.named_parameters())) - {"weight", "bias"} or head.weight.is_meta:
+    if (
+        not isinstance(head, nn.Linear)
+        or set(dict(head.named_parameters())) - {"weight", "bias"}
+        or head.weight.is_meta
+    ):
         return None
     name = next((name for name, child in model.named_children() if child is head), None)
     if name is None:
@@ -157,7 +161,10 @@ def _measure(model: PreTrainedModel, name: str, width: int) -> tuple[float, floa
 def _round(value: float) -> float:
     """Take off the noise of forwards that answer in float32: the nearest number, or inverse, of few digits if close."""
     for digits in (3, 6):
-        for candidate in (round(value, digits), 1.0 / round(1.0 / value, digits) if round(1.0 / value, digits) else value):
+        for candidate in (
+            round(value, digits),
+            1.0 / round(1.0 / value, digits) if round(1.0 / value, digits) else value,
+        ):
             if candidate and abs(candidate - value) <= 2e-7 * abs(value):
                 return candidate
     return value

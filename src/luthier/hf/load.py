@@ -96,7 +96,9 @@ def load_model(
     own = config if config is not None else load_config(source, trust_remote_code=trust_remote_code)
     if getattr(own, "quantization_config", None) is not None and not source.gguf_file:
         remedy = "name the unquantised model"
-        raise ModelError(f"{source.name} holds quantised weights, which cannot be trained", where="model", remedy=remedy)
+        raise ModelError(
+            f"{source.name} holds quantised weights, which cannot be trained", where="model", remedy=remedy
+        )
     base = model_class(source, own, trust_remote_code=trust_remote_code)
     scratch = from_scratch or source.kind == "debug"
     with ExitStack() as stack:
@@ -105,7 +107,11 @@ def load_model(
         if not scratch and not source.gguf_file:
             weights = stack.enter_context(open_weights(fetch(source, weights=True)))
         loading = _Loading(weights, prepare, seed, scratch)
-        arguments: dict[str, Any] = {"config": own, "dtype": wanted, "distributed_config": DistributedConfig()}
+        arguments: dict[str, Any] = {
+            "config": _config_of(base, own),
+            "dtype": wanted,
+            "distributed_config": DistributedConfig(),
+        }
         if torch.device(device).type != "cpu":
             arguments["device_map"] = {"": torch.device(device)}
         if (chosen := attention or _default_attention(base)) is not None:
@@ -131,21 +137,21 @@ def load_model(
     return model
 
 
-def model_class(source: ModelSource, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> type[PreTrainedModel]:
+def model_class(
+    source: ModelSource, config: PreTrainedConfig, *, trust_remote_code: bool = False
+) -> type[PreTrainedModel]:
     """The class that Transformers would build for a causal language model with this config.
 
     Raises:
         ModelError: the type is no causal language model.
     """
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        if isinstance(found, list | tuple):
-            named = {cls.__name__: cls for cls in found}
-            found = next((named[name] for name in config.architectures or [] if name in named), found[0])
-        return found  # type: ignore[no-any-return]
+        found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        classes: list[type[PreTrainedModel]] = list(found) if isinstance(found, list | tuple) else [found]
+        return next((cls for cls in classes if cls.__name__ in (config.architectures or [])), classes[0])
     reference = (getattr(config, "auto_map", None) or {}).get(AutoModelForCausalLM.__name__)
     if reference is not None and trust_remote_code:
-        return get_class_from_dynamic_module(reference, source.location, **source.hub_arguments)  # type: ignore[no-any-return]
+        return get_class_from_dynamic_module(reference, source.location, **source.hub_arguments)
     raise ModelError(
         f"{source.name} is of type {config.model_type!r}, which is no causal language model",
         where="model",
@@ -155,8 +161,15 @@ def model_class(source: ModelSource, config: PreTrainedConfig, *, trust_remote_c
 
 def build_on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """A model without its numbers, from its config alone: for estimates, and for asking about its anatomy."""
+    own = copy.deepcopy(_config_of(cls, config))
     with quiet(), torch.device("meta"), init.no_tie_weights(), init.meta_device_safe_creation_ops():
-        return cls(copy.deepcopy(config))
+        return cls(own)
+
+
+def _config_of(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of a config that a class is built from: of a model with eyes or ears perhaps its text model's."""
+    text = config.sub_configs.get("text_config")
+    return config.get_text_config() if text is not None and cls.config_class is text else config
 
 
 def _default_attention(cls: type[PreTrainedModel]) -> str | None:
@@ -228,7 +241,7 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
 
 
 def _untie_what_differs(model: PreTrainedModel, weights: dict[str, Any]) -> None:
-    """Untie, before anything is prepared, weights that the config calls tied and the checkpoint holds twice, differing."""
+    """Untie, before anything is prepared, what the config calls tied and the checkpoint holds twice, differing."""
     tied = dict(model.all_tied_weights_keys)
     if not tied:
         return
@@ -276,7 +289,7 @@ def _finish(model: PreTrainedModel, source: ModelSource, loading: _Loading) -> N
     if source.gguf_file and getattr(model.config, "quantization_config", None) is not None:
         del model.config.quantization_config  # the blocks are unpacked, and the model is as any other
     if loading.from_scratch:
-        model._weight_conversions = None  # no key came from a file, so an export takes the Hub's names
+        vars(model)["_weight_conversions"] = None  # no key came from a file, so an export takes the Hub's names
     if source.kind in ("directory", "hub") and model.can_generate():
         model.generation_config = _generation_config(source, model)
     if added:

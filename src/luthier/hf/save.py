@@ -1,4 +1,4 @@
-"""Writes a directory that plain `from_pretrained` opens: weights in the base's dtype, config, generation config, tokenizer.
+"""Writes a directory that plain `from_pretrained` opens: weights, config, generation config, tokenizer, template.
 
 Weights go out group by group under the names that the Hub uses (Transformers' conversions are reverted), so never more
 than one shard is held beside the model. Everything is written aside, synced, and renamed into place at the end.
@@ -121,12 +121,11 @@ def _write_weights(
     plain = build_on_meta(type(model), model.config)
     known = set(plain.state_dict())
     weights = _weights(model)
-    source = {name: value for name, value in weights.items()}
     changed: dict[str, torch.Tensor] = {}
     for name in list(weights):
         if name in known:
             continue
-        left = transform(name, source[name].detach()) if transform is not None else source[name]
+        left = transform(name, weights[name].detach()) if transform is not None else weights[name]
         if left is not None:
             remedy = "merge the adapters, or detach them"
             raise ModelError(f"{name} is no weight of a plain {type(model).__name__}", where="export", remedy=remedy)
@@ -216,7 +215,10 @@ def _write_shards(aside: Path, weights: Iterator[tuple[str, torch.Tensor]], shar
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         (aside / f"shard-{number}").rename(aside / file)
         where.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total, "total_parameters": parameters}, "weight_map": dict(sorted(where.items()))}
+    index = {
+        "metadata": {"total_size": total, "total_parameters": parameters},
+        "weight_map": dict(sorted(where.items())),
+    }
     (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
@@ -238,7 +240,9 @@ def _write_configs(
     if stop_tokens:
         generation.eos_token_id = list(stop_tokens) if len(stop_tokens) > 1 else stop_tokens[0]
     # not by its own save_pretrained, which refuses settings that many published models have
-    generation.to_json_file(str(aside / "generation_config.json"), use_diff=True, keys_to_pop=["compile_config", "_from_model_config"])
+    generation.to_json_file(
+        str(aside / "generation_config.json"), use_diff=True, keys_to_pop=["compile_config", "_from_model_config"]
+    )
 
 
 def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, aside: Path) -> None:

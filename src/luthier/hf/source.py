@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -170,6 +172,18 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> PreT
         from luthier.hf.tiny import debug_config
 
         return debug_config(source.name)
+    if source.gguf_file and source.path is not None:
+        return copy.deepcopy(_gguf_config(source, (source.path / source.gguf_file).stat().st_mtime_ns))
+    return _read_config(source, trust_remote_code)
+
+
+@functools.lru_cache(maxsize=4)
+def _gguf_config(source: ModelSource, changed: int) -> PreTrainedConfig:
+    """Kept, since Transformers reads the whole vocabulary of the file (seconds) to make a config of it."""
+    return _read_config(source, False)
+
+
+def _read_config(source: ModelSource, trust_remote_code: bool) -> PreTrainedConfig:
     refuse_remote_code(source, trust_remote_code)
     arguments = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:
@@ -199,7 +213,7 @@ def refuse_remote_code(source: ModelSource, trust_remote_code: bool) -> None:
         return
     if config.get("auto_map"):
         raise ModelError(
-            f"{source.name} (model type {model_type!r}) can only be built by Python code that its repository brings along",
+            f"{source.name} (type {model_type!r}) can only be built by Python code that its repository brings along",
             where="model",
             remedy="read that code, then set trust_remote_code: true",
         )

@@ -19,50 +19,46 @@ from luthier.hf.quiet import quiet
 
 HIDDEN, LAYERS, MOST_LAYERS = 64, 2, 4
 
-_SIZES: dict[str, int] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "model_dim", "embedding_size"), HIDDEN),
-    **dict.fromkeys(("word_embed_proj_dim", "lru_width", "attention_hidden_size", "input_embedding_size"), HIDDEN),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "num_decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "d_ff", "n_inner"), 128),
-    **dict.fromkeys(("ffn_hidden_size", "intermediate_size_mlp", "shared_intermediate_size", "dense_intermediate_size"), 128),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("expert_ffn_hidden_size", "block_ff_dim", "mlp_intermediate_size"), 32),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_groups", "zero_expert_num"), 1),
-    **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size", "window_size"), 16),
-    **dict.fromkeys(("q_lora_rank", "o_lora_rank"), 32),
-    **dict.fromkeys(("kv_lora_rank", "v_head_dim", "qk_head_dim", "index_head_dim", "swa_head_dim"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
-    **dict.fromkeys(("linear_num_key_heads", "index_n_heads"), 2),
-    **dict.fromkeys(("linear_num_value_heads", "mamba_num_heads"), 4),
-    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_dt_rank", "time_step_rank"), 16),
-    **dict.fromkeys(("hidden_size_per_layer_input",), 16),
+_NAMES: dict[int, str] = {
+    HIDDEN: "hidden_size n_embd d_model dim model_dim embedding_size word_embed_proj_dim lru_width emb_dim "
+    "attention_hidden_size input_embedding_size hidden_size_global",
+    128: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim d_ff n_inner ffn_hidden_size intermediate_size_mlp "
+    "shared_intermediate_size dense_intermediate_size dim_ff mamba_d_ssm",
+    32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size q_lora_rank "
+    "expert_ffn_hidden_size block_ff_dim mlp_intermediate_size o_lora_rank",
+    16: "sliding_window attention_window_size attention_chunk_size window_size kv_lora_rank v_head_dim qk_head_dim "
+    "index_head_dim swa_head_dim linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim mamba_headdim "
+    "mamba_d_state state_size ssm_state_size mamba_dt_rank time_step_rank hidden_size_per_layer_input dim_head "
+    "compress_head_dim",
+    8: "qk_rope_head_dim qk_nope_head_dim rotary_dim mamba_n_heads mamba_chunk_size chunk_size index_topk "
+    "n_mamba_heads",
+    4: "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads encoder_attention_heads "
+    "num_decoder_attention_heads linear_num_value_heads mamba_num_heads num_experts num_local_experts n_routed_experts "
+    "moe_num_experts num_attention_heads_global",
+    2: "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads index_n_heads moe_topk moe_top_k "
+    "num_experts_per_tok num_experts_per_token moe_k top_k_experts num_key_value_groups",
+    1: "n_group topk_group n_groups zero_expert_num mamba_n_groups num_nextn_predict_layers",
+    0: "num_kv_shared_layers",
 }
+_SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 _LAYER_COUNTS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"),
-    *("num_decoder_layers", "num_encoder_layers"),
+    *("num_decoder_layers", "num_encoder_layers", "num_hidden_layers_global"),
 )
-_PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern", "attention_layers", "no_rope_layers")
-_DROPOUT = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "layerdrop", "drop")
 
 
 def causal_types() -> tuple[str, ...]:
-    """Every model type that can stand behind `debug:`, in alphabetical order."""
-    return tuple(sorted(config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING))
+    """Every model type that may stand behind `debug:`, in alphabetical order."""
+    return tuple(sorted(kind for kind, config in CONFIG_MAPPING.items() if config in MODEL_FOR_CAUSAL_LM_MAPPING))
 
 
-@functools.cache
 def known_type(model_type: str) -> str:
     """The type itself.
 
     Raises:
         ModelError: Transformers has no causal language model of this type; names the nearest one.
     """
-    known = sorted(kind for kind, config in CONFIG_MAPPING.items() if config in MODEL_FOR_CAUSAL_LM_MAPPING)
+    known = causal_types()
     if model_type in known:
         return model_type
     near = difflib.get_close_matches(model_type, known, n=1, cutoff=0.3)
@@ -92,21 +88,26 @@ def debug_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     try:
         with quiet():
             default = cls()
-            return cls(**{**_shrunk(default.to_dict(), special), **changes})
+            config = cls(**{**_shrunk(default.to_dict(), special), **changes})
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())
         remedy = "debug:llama, debug:qwen3 and debug:mixtral do"
         raise ModelError(f"no tiny {kind} can be made: {reason}", where=f"debug:{kind}", remedy=remedy) from error
+    config.architectures = None
+    return config
 
 
 def _shrunk(default: Mapping[str, Any], special: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a default config that have to change, with their new values."""
     changed: dict[str, Any] = {}
     for name, value in default.items():
+        whole = isinstance(value, int) and not isinstance(value, bool)
         if name in special:
             changed[name] = special[name]
-        elif isinstance(value, int) and not isinstance(value, bool) and name in _SIZES:
-            changed[name] = min(_SIZES[name], value) if value else value
+        elif whole and "vocab_size" in name and value > 1000:
+            changed[name] = special["vocab_size"]  # vocabularies beside the main one
+        elif whole and name in _SIZES:
+            changed[name] = min(_SIZES[name], value)
         elif isinstance(value, float) and name.rpartition("_")[2] in ("dropout", "pdrop", "prob", "layerdrop", "drop"):
             changed[name] = 0.0
         elif name == "is_decoder":
@@ -114,10 +115,31 @@ def _shrunk(default: Mapping[str, Any], special: Mapping[str, Any]) -> dict[str,
         elif isinstance(value, dict) and "model_type" in value:
             changed[name] = {**_shrunk(value, special), "model_type": value["model_type"]}
     changed.update(_fewer_layers(default))
-    heads = next((default[name] for name in ("num_attention_heads", "n_head") if isinstance(default.get(name), int)), 0)
-    if isinstance(default.get("head_dim"), int):
-        hidden = default.get("hidden_size") or 0
-        changed["head_dim"] = 32 if heads * default["head_dim"] > hidden else HIDDEN // 4
+    changed.update(_head_sizes(default))
+    return changed
+
+
+def _head_sizes(default: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes that must fit one another: of a head, of latent attention, of a state space mixer."""
+    changed: dict[str, Any] = {}
+    latent = isinstance(default.get("kv_lora_rank"), int)
+    if "num_key_value_heads" in default and (latent or default["num_key_value_heads"] is None):
+        changed["num_key_value_heads"] = 4
+    for name, size in (("n_routed_experts", 4), ("num_experts_per_tok", 2)):
+        if name in default and default[name] is None:
+            changed[name] = size
+    if "head_dim" in default:
+        heads, head_dim = default.get("num_attention_heads"), default["head_dim"]
+        wide = (
+            isinstance(heads, int)
+            and isinstance(head_dim, int)
+            and heads * head_dim > (default.get("hidden_size") or 0)  # heads wider than the stream
+        )
+        changed["head_dim"] = 2 * HIDDEN // 4 if wide else HIDDEN // 4
+    if isinstance(default.get("qk_rope_head_dim"), int) and isinstance(default.get("head_dim"), int):
+        changed["head_dim"] = 8  # latent attention calls the rotated part so
+    if "expand" in default and isinstance(default.get("num_heads"), int):
+        changed["head_dim"] = default["expand"] * HIDDEN // 4
     return changed
 
 

@@ -12,7 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast, TextIteratorStreamer
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+)
 
 from luthier.errors import ModelError
 from luthier.hf.source import EXPORT_MARK, ModelSource, explain, refuse_remote_code, resolve
@@ -120,7 +126,10 @@ def render_text(
     _require_template(tokenizer)
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) if tools else None, add_generation_prompt=add_generation_prompt, tokenize=False
+            [dict(message) for message in messages],
+            tools=list(tools) if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
         )
     except Exception as error:  # a template raises what it likes
         raise _refused(error) from error
@@ -161,8 +170,8 @@ def render_with_mask(
         remedy = "leave the tags out of the template; the trained tokens are then found by rendering prefixes"
         raise ModelError("generation tags need a fast tokenizer", where="data.chat_template", remedy=remedy)
     try:
-        made = tokenizer.apply_chat_template(
-            list(messages),
+        made: Any = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
             tools=list(tools) if tools else None,
             tokenize=True,
             return_dict=True,

@@ -67,8 +67,10 @@ def open_weights(directory: Path) -> Iterator[dict[str, Any]]:
                 try:
                     handle = files.enter_context(safe_open(str(file), framework="pt", device="cpu", backend="pread"))
                 except SafetensorError as error:
-                    raise ModelError(f"it is no safetensors file: {error}", where=str(file), remedy="fetch it again") from error
-                weights.update({name: handle.get_slice(name) for name in handle.keys()})
+                    raise ModelError(
+                        f"it is no safetensors file: {error}", where=str(file), remedy="fetch it again"
+                    ) from error
+                weights.update({name: handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118 - no dict
             else:
                 weights.update(_read_bin(file))
         yield weights
@@ -79,7 +81,9 @@ def _read_bin(file: Path) -> dict[str, torch.Tensor]:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         remedy = "convert it to safetensors where you trust it"
-        raise ModelError("it holds more than tensors, or is damaged, and was not read", where=str(file), remedy=remedy) from error
+        raise ModelError(
+            "it holds more than tensors, or is damaged, and was not read", where=str(file), remedy=remedy
+        ) from error
     return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
 
 
