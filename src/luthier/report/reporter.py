@@ -81,7 +81,7 @@ class Reporter:
         values = config.model_dump(mode="json")
         self._sinks: list[Sink] = [JsonlSink(directory / "metrics.jsonl", step=state.counters.step)]
         for name in config.report.trackers:
-            self._sinks.append(open_tracker(name, directory, config.report.project, values))
+            self._sinks.append(open_tracker(name, directory, config.report.project, values, step=state.counters.step))
         self._first = state.counters.step + 1
         self._pace: float | None = None
         self._spoken = float("-inf")

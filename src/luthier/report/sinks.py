@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,11 +63,12 @@ def _whole_lines(path: Path) -> list[str]:
 class TensorBoardSink:
     """Event files under RUN/tensorboard."""
 
-    def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, project: str, config: Mapping[str, Any], step: int) -> None:
         _module("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory / "tensorboard"))
+        # What a killed run wrote after its last checkpoint is hidden.
+        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
         self._writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
 
     def write(self, step: int, values: Values) -> None:
@@ -81,11 +83,11 @@ class TensorBoardSink:
 class WandbSink:
     """A run named after the directory; it goes on when the training does."""
 
-    def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, project: str, config: Mapping[str, Any], step: int) -> None:
         wandb = _module("wandb")
         marker = directory / "wandb-id.txt"
         if not marker.exists():
-            marker.write_text(wandb.util.generate_id(), encoding="utf-8")
+            marker.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
         self._run = wandb.init(
             project=project, name=directory.name, id=marker.read_text(encoding="utf-8"), resume="allow",
             dir=str(directory), config=dict(config),
@@ -101,7 +103,7 @@ class WandbSink:
 class MlflowSink:
     """A run of the experiment `project`, on the server that MLFLOW_TRACKING_URI names."""
 
-    def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, project: str, config: Mapping[str, Any], step: int) -> None:
         self._mlflow = _module("mlflow")
         self._mlflow.set_experiment(project)
         marker = directory / "mlflow-id.txt"
@@ -121,7 +123,7 @@ class MlflowSink:
 class TrackioSink:
     """A run named after the directory in a local trackio project."""
 
-    def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, project: str, config: Mapping[str, Any], step: int) -> None:
         self._run = _module("trackio").init(project=project, name=directory.name, config=dict(config), resume="allow")
 
     def write(self, step: int, values: Values) -> None:
@@ -131,7 +133,7 @@ class TrackioSink:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {
+TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any], int], Sink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
     "mlflow": MlflowSink,
@@ -139,7 +141,7 @@ TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {
 }
 
 
-def open_tracker(name: str, directory: Path, project: str, config: Mapping[str, Any]) -> Sink:
+def open_tracker(name: str, directory: Path, project: str, config: Mapping[str, Any], *, step: int = 0) -> Sink:
     """Start a tracker.
 
     Args:
@@ -147,11 +149,12 @@ def open_tracker(name: str, directory: Path, project: str, config: Mapping[str, 
         directory: of the run.
         project: what the tracker files the run under.
         config: the resolved config, JSON-able.
+        step: the step that the run goes on from.
 
     Raises:
         UserError: the tracker's package is not installed.
     """
-    return TRACKERS[name](directory, project, config)
+    return TRACKERS[name](directory, project, config, step)
 
 
 def _module(name: str) -> Any:
