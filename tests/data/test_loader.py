@@ -248,6 +248,7 @@ def test_streams_that_give_nothing(tiny, tmp_path):
 def test_a_stream_holds_no_more_rows_than_its_buffer(tiny, tmp_path):
     data = DataConfig(train=write(tmp_path / "a.jsonl", 500), streaming=True, shuffle_buffer=20, sequence_length=64)
     rows = build_rows(data, "train", tiny)
+    assert rows.stop_ids == [tiny.eos_token_id]
     for _ in itertools.islice(rows.samples(), 30):
         pass
     assert rows.report.read == 30

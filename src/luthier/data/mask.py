@@ -68,6 +68,12 @@ class Masker:
         self._tags = has_generation_tags(encoder.tokenizer)
         self._ends = self._learn_ends()
 
+    @property
+    def stops(self) -> frozenset[int]:
+        """The token that ends the last turn, as the template has it: its own end, else the next user turn's marker."""
+        end = self._ends.own if self._ends.own is not None else self._ends.marker
+        return frozenset() if end is None else frozenset((end,))
+
     def __call__(
         self,
         messages: Sequence[Message],

@@ -89,6 +89,8 @@ class StreamRows:
                 reader.files = find_files(source.path)
                 files = [[file.name, os.path.getsize(file)] for file in reader.files]
             described.append([source.model_dump(mode="json"), files])
+            # a source that cannot be used is found now, and so are the tokens that end turns
+            next(reader.rows())
         settings = [data.sequence_length, data.too_long, data.on_bad_row, data.shuffle_buffer, weights]
         content = json.dumps([described, settings, fingerprint(tokenizer)], sort_keys=True)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()

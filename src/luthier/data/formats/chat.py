@@ -50,13 +50,13 @@ class Conversations:
     """Messages to samples: what formats `chat` and `instruct` share.
 
     Attributes:
-        stop_ids: tokens that ended a trained turn so far.
+        stop_ids: the token that ends turns, and those that ended trained turns so far.
         remarks: roles whose text the template leaves out or changes -> rows.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._masker = Masker(Encoder(tokenizer))
-        self.stop_ids: set[int] = set()
+        self.stop_ids: set[int] = set(self._masker.stops)
         self.remarks: Counter[str] = Counter()
 
     def sample(
