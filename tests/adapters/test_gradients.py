@@ -177,6 +177,20 @@ def test_siblings_are_found_and_a_wrong_guess_changes_nothing() -> None:
     assert relative(attention.k_proj(changed), alone["k_proj"](changed)) < 1e-12
 
 
+def test_outputs_may_be_changed_in_place() -> None:
+    ours, _ = pair("llama")
+    attention = ours.model.layers[0].self_attn
+    x = torch.randn(2, 3, 24, dtype=torch.float64, requires_grad=True)
+    found = []
+    for change in (lambda y: y.mul_(3), lambda y: y * 3):
+        x.grad = None
+        q, k = attention.q_proj(x), attention.k_proj(x)
+        (change(q).square().sum() + change(k.view(6, -1)).sum()).backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
 def attach_like(layer: LoraLayer) -> LoraLayer:
     twin = copy.deepcopy(layer)
     twin.lora_siblings = None

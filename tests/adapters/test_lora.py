@@ -217,3 +217,23 @@ def test_built_on_meta_and_loaded(kind: str, dtype: torch.dtype, tmp_path: Path)
     plain = load_model(resolve(str(tmp_path)), dtype=dtype)
     assert torch.equal(logits(model), logits(plain))
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), base.parameters(), strict=True))
+
+
+def test_a_layer_that_its_model_never_calls_is_refused() -> None:
+    model = load_model(resolve("debug:mamba"))
+    said = r"MambaMixer reads the weight of backbone\.layers\.0\.mixer\.dt_proj without calling the layer"
+    with pytest.raises(ConfigError, match=said):
+        apply_lora(model, LoraConfig(target=["attn"]))
+    model = load_model(resolve("debug:mamba"))
+    assert apply_lora(model, LoraConfig(target=["in_proj", "x_proj", "out_proj"])).adapters == 6
+
+
+def test_applying_draws_nothing_from_the_random_streams() -> None:
+    model = tiny("llama", torch.float32)
+    model.config.attention_dropout = 0.5
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    apply_lora(model, LoraConfig(dropout=0.1))
+    assert torch.equal(torch.rand(3), expected)
+    assert not model.training

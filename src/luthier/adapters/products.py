@@ -73,7 +73,7 @@ class _LowRankProducts(torch.autograd.Function):
             end = start + up.size(1)
             y = base_product(x, weight, bias, transposed)
             total = _add_product(y.view(-1, y.size(-1)), low[:, start:end], up.t())
-            outputs.append(total.view(y.shape))
+            outputs.append(torch.ops.aten._unsafe_view(total, y.shape))  # a view could not be changed in place later
             start = end
         needs_x = ctx.needs_input_grad[0]
         trains_weight = any(ctx.needs_input_grad[4::4])

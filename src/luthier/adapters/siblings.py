@@ -10,10 +10,13 @@ every forward pass keeping the same tensors.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from luthier.errors import ConfigError
 
 if TYPE_CHECKING:
     from luthier.adapters.layer import LoraLayer
@@ -71,44 +74,68 @@ def find_siblings(model: Any) -> list[Siblings]:
     """Watch a model for two tokens, without gradients, and group the adapted layers that share their input.
 
     Args:
-        model: a Transformers model with adapters in place and nothing on meta.
+        model: a Transformers model with adapters in place and nothing on meta; its random streams are not touched.
 
     Returns:
         the groups; each layer of theirs knows its own.
+
+    Raises:
+        ConfigError: a module runs without calling an adapted layer of its, since it reads the layer's weight itself
+            (Mamba's dt_proj): the adapter would do nothing, until merging it changed the model.
     """
     from luthier.adapters.layer import adapted_layers
 
     layers = dict(adapted_layers(model))
-    calls: dict[str, list[tuple[LoraLayer, Tensor]]] = defaultdict(list)
-
-    def watch(parent: str) -> Any:
-        def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if inputs:
-                calls[parent].append((layer, inputs[0]))  # type: ignore[arg-type]
-
-        return note
-
     for layer in layers.values():
         if layer.lora_siblings is not None:
             layer.lora_siblings.part()
-    hooks = [layer.register_forward_pre_hook(watch(name.rpartition(".")[0])) for name, layer in layers.items()]
+    calls = _watch(model, layers)
+    for name in layers:
+        if name not in calls and name.rpartition(".")[0] in calls:
+            parent = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            what = f"{parent} reads the weight of {name} without calling the layer"
+            raise ConfigError(
+                f"{what}, so an adapter beside it would do nothing",
+                where="adapter.target",
+                remedy=f"name the layers to adapt, without {name.rpartition('.')[2]}",
+            )
+    found = []
+    families: dict[str, list[tuple[Tensor, list[LoraLayer]]]] = defaultdict(list)
+    for name, inputs in calls.items():
+        if name not in layers or len(inputs) != 1:
+            continue
+        groups = families[name.rpartition(".")[0]]
+        group = next((group for x, group in groups if x is inputs[0] and _alike(group[0], layers[name])), None)
+        if group is None:
+            groups.append((inputs[0], [layers[name]]))
+        else:
+            group.append(layers[name])
+    for groups in families.values():
+        found += [Siblings(group) for _, group in groups if len(group) > 1]
+    return found
+
+
+def _watch(model: Any, layers: Mapping[str, nn.Module]) -> dict[str, list[Any]]:
+    """Name -> first arguments, for every call of these layers and of their parents, in the order of first calls."""
+    calls: dict[str, list[Any]] = defaultdict(list)
+    watched = dict.fromkeys([*layers, *(name.rpartition(".")[0] for name in layers)])
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, inputs, name=name: calls[name].append(inputs[0] if inputs else None)
+        )
+        for name in watched
+    ]
+    device = next(model.parameters()).device
     training = model.training
-    model.eval()
+    model.train()  # what is called while training is what counts; some models take another way then
     try:
-        model(input_ids=torch.tensor([[0, 1]], device=next(iter(layers.values())).weight.device), use_cache=False)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            model(input_ids=torch.tensor([[0, 1]], device=device), use_cache=False)
     finally:
         model.train(training)
         for hook in hooks:
             hook.remove()
-    found = []
-    for family in calls.values():
-        groups: list[tuple[Tensor, list[LoraLayer]]] = []
-        for layer, x in family:
-            group = next((group for seen, group in groups if seen is x and _alike(group[0], layer)), None)
-            groups.append((x, [layer])) if group is None else group.append(layer)
-        once = [layer for layer, _ in family]
-        found += [Siblings(group) for _, group in groups if len(group) > 1 and all(once.count(e) == 1 for e in group)]
-    return found
+    return calls
 
 
 def _alike(one: LoraLayer, other: LoraLayer) -> bool:
