@@ -42,10 +42,12 @@ class Answer:
     Attributes:
         result: plain data; what `--json` prints.
         lines: the same for people: text, or anything that rich prints. The result's entries when None.
+        code: what the process leaves with.
     """
 
     result: Mapping[str, Any]
     lines: Iterable[object] | None = None
+    code: int = 0
 
 
 def verb(name: str) -> typer.Typer:

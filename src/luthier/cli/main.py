@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in words
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' progress bars, which fill a log with their redrawing
     with _standard_output(reserved=as_json) as out:
         try:
             answer = get_command(app).main(args=words, prog_name="luthier", standalone_mode=False)
@@ -85,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not isinstance(answer, Answer):
                 return answer if isinstance(answer, int) else 0
             _print(answer, out, as_json)
-            return 0
+            return answer.code
         except UserError as error:
             details = {"where": error.where, "what": error.what, "remedy": error.remedy}
             return _fail(str(error), details, type(error).__name__, EXIT_USER_ERROR, out if as_json else None)

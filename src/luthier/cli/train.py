@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import signal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -37,4 +39,22 @@ def train(
         from luthier.recipes.dry_run import dry_run as rehearse
 
         return Answer(rehearse(config))
-    return Answer(sft.train(config, resume=resume))
+    summary = sft.train(config, resume=resume)
+    interrupted = summary["interrupted"]
+    return Answer(summary, _told(summary), code=128 + signal.Signals[interrupted] if interrupted else 0)
+
+
+def _told(summary: dict[str, Any]) -> Iterator[str]:
+    """A finished run in a few lines; metrics.jsonl and log.txt have the rest."""
+    loss = f", loss {summary['loss']:.4f}" if summary["loss"] is not None else ""
+    yield f"{summary['steps']:,} of {summary['steps_total']:,} steps, {summary['tokens']:,} tokens{loss}"
+    if (validation := summary["validation"]) is not None:
+        yield f"validation loss {validation['loss']:.4f}, perplexity {validation['perplexity']:.3f}"
+    if (best := summary["best"]) is not None and best["step"] != summary["steps"]:
+        yield f"best at step {best['step']}: {best['loss']:.4f} (luthier export --step {best['step']})"
+    if summary["skipped_steps"]:
+        yield f"{summary['skipped_steps']:,} steps were skipped, their loss or gradient was not finite"
+    if summary["interrupted"]:
+        yield f"stopped by {summary['interrupted']} and saved; the same command goes on from here"
+    else:
+        yield f"exported to {summary['export']}"

@@ -51,7 +51,9 @@ def _accepted(forward: Callable[..., Any]) -> frozenset[str] | None:
 
 
 _PROBE_LENGTHS = (5, 11, 3)
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 6e-2}
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""Root mean square of the difference over that of the logits' spread; wrong positions or masks make it about 1, and real
+models in bf16 differ from themselves by 0.05 on tokens that mean nothing."""
 
 
 def packing_is_exact(model: PreTrainedModel) -> tuple[bool, str]:
@@ -129,8 +131,8 @@ def _same_alone(model: PreTrainedModel, batch: Batch) -> tuple[bool, str]:
     worst = 0.0
     for start, stop in itertools.pairwise(bounds):
         alone = model(input_ids=batch.input_ids[:, start:stop], use_cache=False).logits[0].double()
-        scale = alone.abs().max().clamp(min=1e-9)
-        worst = max(worst, float((packed[start:stop] - alone).abs().max() / scale))
-    if worst > _TOLERANCE.get(model.dtype, 6e-2):
+        spread = (alone - alone.mean(-1, keepdim=True)).square().mean().clamp(min=1e-18)
+        worst = max(worst, float(((packed[start:stop] - alone).square().mean() / spread).sqrt()))
+    if worst > _TOLERANCE.get(model.dtype, _TOLERANCE[torch.bfloat16]):
         return False, f"its logits differ by {worst:.1e} between packed documents and each alone"
     return True, ""

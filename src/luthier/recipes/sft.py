@@ -14,6 +14,7 @@ import torch
 
 from luthier.config import RunConfig
 from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, StreamRows, iterate_once
+from luthier.engine import randomness
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, read_record
 from luthier.engine.evaluate import Evaluation, evaluate
 from luthier.engine.guards import bad_rows, first_bad_weight, non_finite_error
@@ -66,6 +67,8 @@ class Run:
     """Optimizer steps of the whole run."""
     interruption: Interruption
     report: Reporter = field(init=False)
+    random_states: dict[str, Any] | None = None
+    """Of the checkpoint that the run goes on from."""
     course: Course = field(default_factory=Course)
 
 
@@ -93,6 +96,11 @@ def opened(config: RunConfig, resume: Resume) -> Iterator[Run]:
         run = open_run(config, directory, resume, interruption)
         directory.write_config(config)
         with Reporter(directory.path, config, run.state, run.total) as run.report:
+            # Last of all, so that nothing that was drawn while setting up counts.
+            if run.random_states is None:
+                randomness.seed_everything(config.seed)
+            else:
+                randomness.restore(run.random_states)
             yield run
 
 
@@ -240,6 +248,7 @@ def go_on(run: Run, checkpoint: Path) -> None:
     check_unchanged(record["of"], run.of, checkpoint)
     run.loader.restore(LoaderState.from_dict(record["loader"]))
     run.checkpoints.load(run.state, checkpoint)
+    run.random_states = record["randomness"]
     run.course = Course(**record["course"])
     logger.info("going on from step %d", run.state.counters.step)
 
