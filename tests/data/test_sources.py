@@ -227,6 +227,24 @@ def test_text(tmp_path, unit, rows):
         list(read_rows(SourceConfig(path=str(path), options={"rows": "page"})))
 
 
+def test_a_byte_that_is_not_utf8_makes_its_whole_row_bad(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a\nb\n\nc\n\xe9d\ne\n\nf\n")
+    (first, _), (bad, where), (last, _) = read(path)
+    assert (first, last) == ({"text": "a\nb"}, {"text": "f"})
+    assert where == f"{path}:5"
+    assert "byte 1 of the line (0xe9)" in str(bad)
+    assert [isinstance(row, BadRow) for row, _ in read(path, unit="line")] == [False, False, False, True, False, False]
+    ((whole, _),) = read(path, unit="file")
+    assert isinstance(whole, BadRow)
+    path = tmp_path / "a.json"
+    path.write_bytes(b'[{"text": "a"},\n {"text": "\xe9"},\n {"text": "b"}]')
+    (first, _), (bad, where), (last, _) = read(path)
+    assert (first, last) == ({"text": "a"}, {"text": "b"})
+    assert where == f"{path}:row 2"
+    assert "Latin-1" in str(bad)
+
+
 def test_directories_globs_and_their_order(tmp_path):
     (tmp_path / "v1.0" / "b").mkdir(parents=True)
     (tmp_path / "v1.0" / ".git").mkdir()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from luthier.data.report import BadRow
-from luthier.data.sources.lines import lines, whole_text
+from luthier.data.sources.lines import lines, not_utf8, whole_text
 from luthier.data.sources.origin import Origin
 from luthier.errors import DataError
 
@@ -62,7 +62,8 @@ def read_json(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
         except (RecursionError, ValueError) as error:
             raise _broken(path, text, place, str(error)) from error
         number += 1
-        yield _checked(value), Origin(str(path), number, "row") if in_list else Origin(str(path), line)
+        bad = not_utf8(text[place:end])
+        yield bad or _checked(value), Origin(str(path), number, "row") if in_list else Origin(str(path), line)
         place = _skip(text, end)
     if in_list:
         if place >= len(text):

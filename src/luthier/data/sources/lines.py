@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from luthier.data.report import BadRow
 from luthier.errors import DataError
 
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_ESCAPED = re.compile("[\udc80-\udcff]")
 _ICONV = "convert it with iconv -f {} -t utf-8, or leave such rows out with data.on_bad_row: skip"
 
 
@@ -57,38 +59,42 @@ def lines(path: Path) -> Iterator[tuple[int, str | BadRow]]:
     with opened(path) as stream:
         for number, line in enumerate(stream, start=1):
             if number == 1:
-                if line.startswith(_UTF16):
-                    remedy = "convert it with iconv -f utf-16 -t utf-8"
-                    raise DataError("is UTF-16, not UTF-8", where=str(path), remedy=remedy)
+                _refuse_utf16(line, path)
                 line = line.removeprefix(codecs.BOM_UTF8)
-            try:
-                yield number, line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                byte = line[error.start]
-                yield (
-                    number,
-                    BadRow(
-                        f"byte {error.start + 1} (0x{byte:02x}) is not UTF-8; the encoding looks like {_guess(line)}",
-                        reason="not UTF-8",
-                        remedy=_ICONV.format("latin1"),
-                    ),
-                )
+            text = line.decode("utf-8", errors="surrogateescape")
+            yield number, not_utf8(text) or text
+
+
+def not_utf8(text: str) -> BadRow | None:
+    """What is wrong with a text that holds bytes which are no UTF-8 (decoded with `surrogateescape`), or None."""
+    found = _ESCAPED.search(text)
+    if found is None:
+        return None
+    start = text.rfind("\n", 0, found.start()) + 1
+    line = text[start:].partition("\n")[0]
+    bad = [ord(escaped) - 0xDC00 for escaped in _ESCAPED.findall(line)]
+    # bytes 0x80 to 0x9f are control characters in Latin-1, and letters or quotes in Windows-1252
+    encoding, name = ("Windows-1252", "cp1252") if any(byte < 0xA0 for byte in bad) else ("Latin-1", "latin1")
+    place = len(text[start : found.start()].encode()) + 1
+    return BadRow(
+        f"byte {place} of the line (0x{bad[0]:02x}) is not UTF-8; the encoding looks like {encoding}",
+        reason="not UTF-8",
+        remedy=_ICONV.format(name),
+    )
 
 
 def whole_text(path: Path) -> str:
-    """All of a UTF-8 file without its byte-order mark.
+    """All of a file without its byte-order mark; bytes that are not UTF-8 are in it as `not_utf8` knows them.
 
     Raises:
-        DataError: it cannot be read, or a line is not UTF-8; names the line.
+        DataError: it cannot be read, or is UTF-16.
     """
-    parts = []
-    for number, line in lines(path):
-        if isinstance(line, BadRow):
-            raise line.at(f"{path}:{number}")
-        parts.append(line)
-    return "".join(parts)
+    with opened(path) as stream:
+        data = stream.read()
+    _refuse_utf16(data, path)
+    return data.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="surrogateescape")
 
 
-def _guess(line: bytes) -> str:
-    # bytes 0x80 to 0x9f are control characters in Latin-1 and letters or quotes in Windows-1252
-    return "Windows-1252" if any(0x80 <= byte < 0xA0 for byte in line) else "Latin-1"
+def _refuse_utf16(start: bytes, path: Path) -> None:
+    if start.startswith(_UTF16):
+        raise DataError("is UTF-16, not UTF-8", where=str(path), remedy="convert it with iconv -f utf-16 -t utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from luthier.data.report import BadRow
-from luthier.data.sources.lines import lines, whole_text
+from luthier.data.sources.lines import lines, not_utf8, whole_text
 from luthier.data.sources.origin import Origin
 
 UNITS = ("paragraph", "line", "file")
@@ -23,21 +23,23 @@ def read_txt(path: Path, unit: str) -> Iterator[tuple[dict[str, Any] | BadRow, O
     if unit == "file":
         text = whole_text(path)
         if text.strip():
-            yield {"text": text.replace("\r\n", "\n")}, Origin(str(path), 1)
+            yield not_utf8(text) or {"text": text.replace("\r\n", "\n")}, Origin(str(path), 1)
         return
     held: list[str] = []
     start = 1
+    fault: tuple[BadRow, Origin] | None = None
     for number, line in lines(path):
         if isinstance(line, BadRow):
-            yield line, Origin(str(path), number)
-            continue
-        text = line.rstrip("\r\n")
-        if text.strip():
-            if not held:
-                start = number
-            held.append(text)
-        if held and (unit == "line" or not text.strip()):
-            yield {"text": "\n".join(held)}, Origin(str(path), start)
-            held = []
-    if held:
-        yield {"text": "\n".join(held)}, Origin(str(path), start)
+            # the row that this line belongs to is bad as a whole
+            fault = fault or (line, Origin(str(path), number))
+            blank = False
+        else:
+            blank = not line.strip()
+            if not blank:
+                start = start if held else number
+                held.append(line.rstrip("\r\n"))
+        if (blank or unit == "line") and (held or fault):
+            yield fault or ({"text": "\n".join(held)}, Origin(str(path), start))
+            held, fault = [], None
+    if held or fault:
+        yield fault or ({"text": "\n".join(held)}, Origin(str(path), start))
