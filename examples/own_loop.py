@@ -1,4 +1,6 @@
-"""A loop, a loss and rows of one's own: `python examples/own_loop.py` (10 seconds on two cores; the loss falls from 6.2 to 5.0).
+"""A loop, a loss and rows of one's own.
+
+`python examples/own_loop.py` takes 10 seconds on two cores; the loss falls from 6.2 to 5.0.
 
 The loss here is plain cross-entropy with an entropy-like penalty on confident tokens; write whatever you like of
 log-probabilities. Weights of a step's rows are divided by their sum once, so that microbatches just add up.
@@ -23,7 +25,8 @@ state = luthier.load(
 )
 rows = []
 for question, answer in QUESTIONS.items():
-    prompt = state.tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)["input_ids"]
+    turn = [{"role": "user", "content": question}]
+    prompt = state.tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
     target = state.tokenizer(answer + "<|im_end|>")["input_ids"]
     rows.append(luthier.Sample.from_ids([*prompt, *target], [0.0] * len(prompt) + [1.0] * len(target)))
 

@@ -47,7 +47,8 @@ def test_every_row_is_a_conversation_that_ends_with_the_assistant(name):
         assert all(turn["content"] == turn["content"].strip() != "" for turn in row), where
         roles = [turn["role"] for turn in row]
         turns = roles[1:] if roles[0] == "system" else roles
-        assert turns and turns == ["user", "assistant"] * (len(turns) // 2), where
+        assert turns, where
+        assert turns == ["user", "assistant"] * (len(turns) // 2), where
 
 
 def test_no_question_stands_twice():
@@ -70,7 +71,8 @@ def test_held_out_questions_are_not_trained_on():
 def test_shown_questions_are_held_out_and_answered_there_as_expected():
     answers = {row[0]["content"]: row[1]["content"].lower() for row in HELD}
     for shown in QUESTIONS:
-        assert set(shown) == {"question", "expected"} and shown["expected"]
+        assert set(shown) == {"question", "expected"}
+        assert shown["expected"]
         assert all(part.lower() in answers[shown["question"]] for part in shown["expected"])
         assert not any(part.lower() in shown["question"].lower() for part in shown["expected"])
 

@@ -26,7 +26,9 @@ def small_state(seed: int, dtype: torch.dtype = torch.float32) -> TrainState:
         parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype)
     model[0].weight.requires_grad_(False)
     optimizer = build_optimizer(model.named_parameters(), AdamWConfig(learning_rate=0.1))
-    return TrainState(model=model, optimizer=optimizer, head=None, device=torch.device("cpu"), source=resolve("debug:llama"))  # type: ignore[arg-type]
+    return TrainState(
+        model=model, optimizer=optimizer, head=None, device=torch.device("cpu"), source=resolve("debug:llama")
+    )  # type: ignore[arg-type]
 
 
 def take_steps(state: TrainState, count: int) -> None:
@@ -64,10 +66,12 @@ def test_a_resumed_run_ends_bit_equal_to_an_unbroken_one(
     second = small_state(1 if trainable_only else 2)
     reader = Checkpointer(tmp_path, trainable_only=trainable_only)
     latest = reader.latest()
-    assert latest is not None and latest.name == "step-000003"
+    assert latest is not None
+    assert latest.name == "step-000003"
     record = reader.load(second, latest)
     assert record["loader"] == {"row": 15}
-    assert second.counters.step == 3 and second.counters.tokens == 15
+    assert second.counters.step == 3
+    assert second.counters.tokens == 15
     take_steps(second, 3)
     for key, values in everything(whole).items():
         for expected, seen in zip(values, everything(second)[key], strict=True):
@@ -109,7 +113,8 @@ def test_half_written_checkpoints_are_never_taken(tmp_path: Path) -> None:
     (tmp_path / "step-000010.tmp").mkdir()
     again = Checkpointer(tmp_path)
     latest = again.latest()
-    assert latest is not None and latest.name == "step-000001"
+    assert latest is not None
+    assert latest.name == "step-000001"
     assert not (tmp_path / ".writing-step-000009").exists()
 
 

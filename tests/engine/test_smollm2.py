@@ -35,7 +35,7 @@ def samples(smollm2: str) -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def directory(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model's weights as plain Transformers reads them, in fp32, so that every precision starts from the same numbers."""
+    """The weights as plain Transformers reads them, in fp32, so that every precision starts from the same numbers."""
     source = resolve(smollm2)
     path = tmp_path_factory.mktemp("smollm2")
     plain_model(source.location, torch.float32, gguf_file=source.gguf_file).save_pretrained(path)

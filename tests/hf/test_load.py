@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from luthier.errors import ModelError
 from luthier.hf.load import load_model
+from luthier.hf.save import save_model
 from luthier.hf.source import resolve
 from luthier.hf.weights import checkpoint_dtype
 
@@ -177,3 +178,46 @@ def test_a_model_that_is_not_causal_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
     with pytest.raises(ModelError, match="no causal language model"):
         load_model(resolve(str(tmp_path)))
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+"""
+
+
+def test_code_of_a_repository_runs_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    directory = written("llama", tmp_path / "mine_model")
+    (directory / "modeling_mine.py").write_text(CODE)
+    auto = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    rewrite(directory, lambda w: None, model_type="mine", architectures=["MineForCausalLM"], auto_map=auto)
+    source = resolve(str(directory))
+    with pytest.raises(ModelError, match="trust_remote_code: true"):
+        load_model(source)
+    model = load_model(source, trust_remote_code=True, attention="sdpa")
+    assert type(model).__name__ == "MineForCausalLM"
+    save_model(model, tmp_path / "out", tokenizer=None)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True, attn_implementation="sdpa")
+    assert torch.equal(plain(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("name", ["no_such_attention", "flash_attention_2"])
+def test_an_attention_that_cannot_be_had_is_named(name: str) -> None:
+    with pytest.raises(ModelError, match=rf"train\.attention: .*{name}"):
+        load_model(resolve("debug:llama"), attention=name)
+
+
+def test_one_device_needs_no_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: False)
+    assert load_model(resolve("debug:llama"), device="cpu").device.type == "cpu"

@@ -1,6 +1,7 @@
 """Runs one training config again and again in forked children and kills each after a while.
 
-Forked, because importing torch costs more than the whole run: `python -m tests.recipes.killable CONFIG KILLS SEED LONGEST_SECONDS`.
+Forked, because importing torch costs more than the whole run:
+`python -m tests.recipes.killable CONFIG KILLS SEED LONGEST_SECONDS`.
 Every child starts as `luthier train CONFIG --resume auto` would. The last one is left alone.
 """
 

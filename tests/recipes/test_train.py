@@ -98,10 +98,12 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(
     monkeypatch.setattr(sft, "take_step", stopping)
     broken = config(tmp_path, rows, "broken", **changes)
     first = train(broken)
-    assert first["interrupted"] == "SIGTERM" and first["steps"] == 3
+    assert first["interrupted"] == "SIGTERM"
+    assert first["steps"] == 3
     assert train(broken)["steps"] == 7
     last = train(broken, resume="must")
-    assert last["interrupted"] is None and last["steps"] == whole["steps"]
+    assert last["interrupted"] is None
+    assert last["steps"] == whole["steps"]
     assert_same_end(tmp_path / "whole", tmp_path / "broken")
     steps = [json.loads(line)["step"] for line in (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(1, whole["steps"] + 1))
@@ -151,7 +153,8 @@ def test_a_changed_run_is_not_gone_on_with(tmp_path: Path, rows: Path, changes: 
 def test_the_exports_of_a_run_open_in_plain_transformers(tmp_path: Path, rows: Path) -> None:
     run = config(tmp_path, rows, "run", train={"epochs": 1, "rows_per_step": 4, "precision": "bf16"})
     summary = train(run)
-    assert summary["form"] == "adapter" and (tmp_path / "run" / "export" / "adapter_model.safetensors").is_file()
+    assert summary["form"] == "adapter"
+    assert (tmp_path / "run" / "export" / "adapter_model.safetensors").is_file()
     told = export(tmp_path / "run", output=tmp_path / "merged")
     assert "merged 14 adapters" in told["merged"]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
@@ -192,7 +195,8 @@ def test_early_stopping_and_the_best_checkpoint(tmp_path: Path, rows: Path) -> N
             checkpoint={"every": 1, "keep": 1},
         )
     )
-    assert summary["stopped_early"] and summary["steps"] < 40
+    assert summary["stopped_early"]
+    assert summary["steps"] < 40
     assert summary["best"]["step"] == summary["steps"] - 3
     names = {path.name for path in committed(tmp_path / "run" / "checkpoints")}
     assert names == {f"step-{summary['best']['step']:06d}", f"step-{summary['steps']:06d}"}
@@ -219,7 +223,9 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path, rows: Path) -> None:
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, rows: Path) -> None:
     told = dry_run(config(tmp_path, rows, "run"))
-    assert told["steps"] == 10 and len(told["losses"]) == 2 and told["seconds"] > 0
+    assert told["steps"] == 10
+    assert len(told["losses"]) == 2
+    assert told["seconds"] > 0
     assert not (tmp_path / "run").exists()
 
 

@@ -1,7 +1,8 @@
 """THE one order in which a model is made ready to train.
 
 meta build -> adapters in place -> weights streamed in -> ties settled, adapters initialised, the rest frozen -> fast
-modules, each checked against its own forward -> packing proved -> activation checkpointing -> compile -> head -> optimizer
+modules, each checked against its own forward -> packing proved -> activation checkpointing -> compile -> head ->
+optimizer
 """
 
 from __future__ import annotations

@@ -62,5 +62,5 @@ def non_finite_error(
     return NonFiniteError(
         what,
         where=f"step {step}",
-        remedy="lower optimizer.learning_rate, look at the rows with luthier data show, or set train.on_non_finite=skip",
+        remedy="lower optimizer.learning_rate, look at the rows (luthier data show), or set train.on_non_finite=skip",
     )

@@ -1,4 +1,4 @@
-"""From hidden states to log-probabilities of targets and their gradients, never with a whole [tokens, vocabulary] tensor.
+"""From hidden states to log-probabilities and their gradients, never with a whole [tokens, vocabulary] tensor.
 
 A head that is linear up to a scale, a cap and a bias (checked against the model's own forward when the head is made)
 streams over the vocabulary. Any other head, an adapted one included, is the model's own forward on chunks of positions.

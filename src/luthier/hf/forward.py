@@ -52,8 +52,8 @@ def _accepted(forward: Callable[..., Any]) -> frozenset[str] | None:
 
 _PROBE_LENGTHS = (5, 11, 3)
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Root mean square of the difference over that of the logits' spread; wrong positions or masks make it about 1, and real
-models in bf16 differ from themselves by 0.05 on tokens that mean nothing."""
+"""Root mean square of the difference over that of the logits' spread; wrong positions or masks make it about 1, and
+real models in bf16 differ from themselves by 0.05 on tokens that mean nothing."""
 
 
 def packing_is_exact(model: PreTrainedModel) -> tuple[bool, str]:

@@ -7,6 +7,7 @@ straight into its place. So the peak is the model's own size, whatever is done t
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class _Loading:
     """What the hooks of one load need to know and find out."""
 
     weights: dict[str, Any]
+    device: torch.device
     prepare: Prepare | None
     seed: int
     from_scratch: bool
@@ -106,14 +108,12 @@ def load_model(
         weights: dict[str, Any] = {}
         if not scratch and not source.gguf_file:
             weights = stack.enter_context(open_weights(fetch(source, weights=True)))
-        loading = _Loading(weights, prepare, seed, scratch)
+        loading = _Loading(weights, torch.device(device), prepare, seed, scratch)
         arguments: dict[str, Any] = {
             "config": _config_of(base, own),
             "dtype": wanted,
             "distributed_config": DistributedConfig(),
         }
-        if torch.device(device).type != "cpu":
-            arguments["device_map"] = {"": torch.device(device)}
         if (chosen := attention or _default_attention(base)) is not None:
             arguments["attn_implementation"] = chosen
         if wanted == torch.float64 and base._can_set_experts_implementation():
@@ -131,6 +131,9 @@ def load_model(
         except Exception as error:
             if loading.mismatched:
                 raise _mismatch(source, loading) from error
+            if attention is not None and "attention" in str(error).lower():
+                what = f"{base.__name__} cannot use the attention implementation {attention!r}"
+                raise ModelError(what, where="train.attention", remedy="leave it out, or take sdpa or eager") from error
             raise explain(source, error, "the model") from error
     model.__class__ = base
     _finish(model, source, loading)
@@ -202,9 +205,16 @@ def _hooked(base: type[PreTrainedModel], loading: _Loading) -> type[PreTrainedMo
     def initialize_weights(self: PreTrainedModel) -> None:
         initialise(self, loading.seed)
 
+    def placed(load_config: Any) -> Any:
+        # not by from_pretrained's device_map, which asks for accelerate even where there is one device
+        return dataclasses.replace(load_config, device_map={"": loading.device})
+
+    def load(model: PreTrainedModel, state_dict: Any, files: Any, load_config: Any, *rest: Any) -> Any:
+        return base._load_pretrained_model(model, state_dict, files, placed(load_config), *rest)
+
     def finalize(model: PreTrainedModel, load_config: Any, info: Any) -> Any:
         loading.mismatched = set(info.mismatched_keys)
-        info = base._finalize_model_loading(model, load_config, info)
+        info = base._finalize_model_loading(model, placed(load_config), info)
         loading.missing, loading.unexpected = set(info.missing_keys), set(info.unexpected_keys)
         return info
 
@@ -214,6 +224,7 @@ def _hooked(base: type[PreTrainedModel], loading: _Loading) -> type[PreTrainedMo
         "prepare_distribute_model": classmethod(prepare_distribute_model),
         "maybe_distribute_model": classmethod(maybe_distribute_model),
         "initialize_weights": initialize_weights,
+        "_load_pretrained_model": staticmethod(load),
         "_finalize_model_loading": staticmethod(finalize),
     }
     return type(base.__name__, (base,), members)

@@ -15,11 +15,13 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
 
 import luthier
 from luthier.errors import ModelError
@@ -233,6 +235,8 @@ def _write_configs(
         if not tied and getattr(part, "tie_word_embeddings", False):
             part.tie_word_embeddings = False
     config._name_or_path = ""
+    if model.is_remote_code():
+        custom_object_save(model, str(aside), config=cast(Any, config))  # the code that builds it goes along
     config.save_pretrained(str(aside))
     if not model.can_generate() or model.generation_config is None:
         return

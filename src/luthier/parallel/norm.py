@@ -24,4 +24,3 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     widest = [torch.float64 if g.dtype == torch.float64 else torch.float32 for g in gradients]
     norms = [torch.linalg.vector_norm(g, dtype=dtype) for g, dtype in zip(gradients, widest, strict=True)]
     return torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
-

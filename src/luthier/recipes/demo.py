@@ -1,4 +1,4 @@
-"""`luthier demo`: a real pretrained model learns something it cannot know, and what it learnt opens in plain Transformers."""
+"""`luthier demo`: a real pretrained model learns something it cannot know, and it opens in plain Transformers."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def opens_elsewhere(model: Any, exported: Path, ids: list[int]) -> bool:
     here = model(torch.tensor([ids], device=model.device)).logits.cpu()
     with tempfile.TemporaryDirectory() as scratch:
         answer_file = Path(scratch) / "logits.safetensors"
-        program = [sys.executable, "-c", OPEN_WITH_TRANSFORMERS, str(exported), str(answer_file), ",".join(map(str, ids))]
+        arguments = [str(exported), str(answer_file), ",".join(map(str, ids))]
+        program = [sys.executable, "-c", OPEN_WITH_TRANSFORMERS, *arguments]
         with stage("opening the export with plain Transformers"):
             done = subprocess.run(program, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -24,22 +24,24 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     Returns:
         what was found out about data and model, and what the run would take: steps, tokens, seconds, bytes.
     """
-    with tempfile.TemporaryDirectory(prefix="luthier-dry-run-") as scratch:
-        with opened(config.model_copy(update={"output": Path(scratch)}), "never") as run:
-            seconds, tokens, losses = 0.0, 0, []
-            for batch in islice(run.loader, STEPS):
-                begin = time.perf_counter()
-                losses.append(take_step(run, batch)["loss"])
-                seconds, tokens = time.perf_counter() - begin, batch.tokens  # the first step also warms up
-            return {
-                "output": str(config.output),
-                "data": run.data,
-                "lora": str(run.state.lora) if run.state.lora else None,
-                "losses": losses,
-                "steps": run.total,
-                "tokens_per_step": tokens,
-                "seconds_per_step": seconds,
-                "seconds": seconds * run.total,
-                "tokens_per_second": tokens / seconds,
-                "memory_bytes": peak_memory(run.state.device),
-            }
+    with (
+        tempfile.TemporaryDirectory(prefix="luthier-dry-run-") as scratch,
+        opened(config.model_copy(update={"output": Path(scratch)}), "never") as run,
+    ):
+        seconds, tokens, losses = 0.0, 0, []
+        for batch in islice(run.loader, STEPS):
+            begin = time.perf_counter()
+            losses.append(take_step(run, batch)["loss"])
+            seconds, tokens = time.perf_counter() - begin, batch.tokens  # the first step also warms up
+        return {
+            "output": str(config.output),
+            "data": run.data,
+            "lora": str(run.state.lora) if run.state.lora else None,
+            "losses": losses,
+            "steps": run.total,
+            "tokens_per_step": tokens,
+            "seconds_per_step": seconds,
+            "seconds": seconds * run.total,
+            "tokens_per_second": tokens / seconds,
+            "memory_bytes": peak_memory(run.state.device),
+        }

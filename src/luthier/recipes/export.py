@@ -108,5 +108,7 @@ def _checkpoint(run: RunDirectory, step: int | None) -> Path:
     steps = {read_record(path)["counters"]["step"]: path for path in found}
     if step not in steps:
         there = ", ".join(map(str, steps))
-        raise CheckpointError(f"there is no checkpoint of step {step}", where=str(run.checkpoints), remedy=f"there are {there}")
+        raise CheckpointError(
+            f"there is no checkpoint of step {step}", where=str(run.checkpoints), remedy=f"there are {there}"
+        )
     return steps[step]

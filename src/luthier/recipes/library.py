@@ -18,7 +18,6 @@ from luthier.engine.build import Precision, build_state, choose_device
 from luthier.engine.evaluate import Evaluation, batch_logprobs
 from luthier.engine.evaluate import evaluate as measure
 from luthier.engine.state import TrainState
-from luthier.errors import ConfigError
 from luthier.hf.allocator import tune_allocator
 from luthier.hf.save import base_dtype, save_model
 from luthier.hf.source import resolve

@@ -84,7 +84,9 @@ class RunDirectory:
             lock.acquire(timeout=0)
         except Timeout:
             raise ConfigError(
-                "another run is writing here", where=f"output {self.path}", remedy="wait for it or choose another output"
+                "another run is writing here",
+                where=f"output {self.path}",
+                remedy="wait for it or choose another output",
             ) from None
         try:
             yield

@@ -50,13 +50,12 @@ def rows_of(config: RunConfig, tokenizer: Any) -> tuple[Rows | StreamRows, Rows 
     """
     with stage("tokenising") as told:
         rows = build_rows(config.data, "train", tokenizer, seed=config.seed, progress=told)
-    held_out: Rows | StreamRows | None = None
+    held_out: Rows | None = None
     if config.data.validation or config.data.validation_fraction:
         with stage("tokenising validation rows") as told:
-            held_out = build_rows(config.data, "validation", tokenizer, seed=config.seed, progress=told)
-        assert isinstance(held_out, Rows)
-        if config.evaluation.rows is not None:
-            held_out = held_out.first(config.evaluation.rows)
+            found = build_rows(config.data, "validation", tokenizer, seed=config.seed, progress=told)
+        assert isinstance(found, Rows)
+        held_out = found.first(config.evaluation.rows) if config.evaluation.rows is not None else found
     return rows, held_out
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from luthier.config import RunConfig
-from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, StreamRows, iterate_once
+from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, iterate_once
 from luthier.engine import randomness
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, read_record
 from luthier.engine.evaluate import Evaluation, evaluate
@@ -113,7 +113,8 @@ def open_run(config: RunConfig, directory: RunDirectory, resume: Resume, interru
         logger.info("%s", line)
     with stage("loading the model"):
         state = state_of(config, device)
-    logger.info("%s", state.lora or f"full fine-tuning of {sum(p.numel() for p in state.trainable.values()):,} parameters")
+    full = f"full fine-tuning of {sum(p.numel() for p in state.trainable.values()):,} parameters"
+    logger.info("%s", state.lora or full)
     data = config.data
     if data.packing and state.packing_fault:
         logger.warning("packing is off: %s", state.packing_fault)
@@ -181,9 +182,7 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
     outputs = [forward_backward(state, microbatch.scaled(factor_of_weights)) for microbatch in batch.microbatches]
     loss = float(torch.stack([output.loss for output in outputs]).sum())
     rate = factor(state.counters.step, run.total, config.schedule)
-    update = optim_step(
-        state, loss=loss, learning_rate_factor=rate, max_gradient_norm=config.train.max_gradient_norm
-    )
+    update = optim_step(state, loss=loss, learning_rate_factor=rate, max_gradient_norm=config.train.max_gradient_norm)
     state.counters.rows += batch.rows
     state.counters.tokens += batch.tokens
     state.counters.trained_tokens += batch.trained_tokens

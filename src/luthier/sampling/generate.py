@@ -60,5 +60,3 @@ def generate_ids(
         model.train(was_training)
     new: list[int] = output[0, len(prompt) :].tolist()
     return new[:-1] if new and new[-1] in stops else new
-
-
