@@ -21,7 +21,7 @@ from luthier.losses.streaming import Gradients, LinearHead, stream
 
 DEFAULT_CHUNK = 1024
 """Positions at a time: large matrix products, and the weight is read once for most rows of a microbatch."""
-_LOGITS_CHUNK = 256
+LOGITS_CHUNK = 256
 """Positions at a time where a chunk of logits is whole."""
 _KEPT_BYTES = 192 << 20
 """Scores kept for the gradient of the weight are at most this large."""
@@ -102,7 +102,7 @@ def cross_entropy_from_logits(
     hidden: torch.Tensor,
     targets: torch.Tensor,
     coefficients: torch.Tensor,
-    chunk: int = _LOGITS_CHUNK,
+    chunk: int = LOGITS_CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of coefficient * -log p(target) for any head, with its gradient made on the way.
 
@@ -148,7 +148,7 @@ def cross_entropy_from_logits(
 
 
 def chunked_logprobs(
-    logits_fn: LogitsFunction, hidden: torch.Tensor, targets: torch.Tensor, chunk: int = _LOGITS_CHUNK
+    logits_fn: LogitsFunction, hidden: torch.Tensor, targets: torch.Tensor, chunk: int = LOGITS_CHUNK
 ) -> torch.Tensor:
     """Log-probabilities of the targets, whose logits are made again in the backward pass.
 
