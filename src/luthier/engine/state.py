@@ -45,7 +45,7 @@ class TrainState:
     source: ModelSource
     """Where the weights came from."""
     tokenizer: Any = None
-    """Set by whoever loads one beside the model (`luthier.load`); the step needs none."""
+    """Set by whoever loads one beside the model; the step needs none, an export takes it along."""
     counters: Counters = field(default_factory=Counters)
     lora: LoraReport | None = None
     """What was adapted; None in full fine-tuning."""

@@ -19,7 +19,6 @@ from luthier.errors import ModelError
 from luthier.hf.tokenizer import render
 from luthier.recipes.export import export_state
 from luthier.recipes.generate import answer
-from luthier.recipes.setup import tokenizer_of
 from luthier.recipes.sft import Run, finish, loop, measure, opened
 from luthier.report.progress import stage
 
@@ -56,10 +55,12 @@ def demo(output: Path) -> dict[str, Any]:
     config = demo_config(DATA, output)
     questions = json.loads((DATA / "questions.json").read_text(encoding="utf-8"))
     with opened(config, "never") as run:
-        tokenizer = tokenizer_of(config)
+        tokenizer = run.state.tokenizer
         # The adapters add exactly nothing before their first step: this is the base model.
         before, perplexity_before = ask(run, tokenizer, questions), measure(run).perplexity
         loop(run)
+        if run.interruption.signal is not None:
+            raise KeyboardInterrupt
         after, perplexity_after = ask(run, tokenizer, questions), measure(run).perplexity
         summary = finish(run)
         target = output / "merged"

@@ -14,7 +14,7 @@ from luthier.errors import CheckpointError, ConfigError
 from luthier.hf.save import base_dtype, save_model
 from luthier.hf.tokenizer import stop_token_ids
 from luthier.recipes.run_directory import RunDirectory, write_text
-from luthier.recipes.setup import model_source, prepare_process, state_of, tokenizer_of
+from luthier.recipes.setup import prepare_process, state_of, tokenizer_of
 from luthier.report.card import model_card
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ def export(run: Path, *, output: Path, step: int | None = None, form: Form | Non
     checkpoint = _checkpoint(directory, step)
     device = prepare_process(config)
     state = state_of(config, device)
+    state.tokenizer = tokenizer_of(config)
     checkpoints = Checkpointer(directory.checkpoints, trainable_only=trainable_only(config))
     record = checkpoints.load(state, checkpoint)
     return {
@@ -68,8 +69,7 @@ def export_state(
     """
     if form == "adapter" and state.lora is None:
         raise ConfigError("this run trained no adapter", where="--adapter", remedy="leave it out for the whole model")
-    source = model_source(config)
-    tokenizer = tokenizer_of(config)
+    tokenizer = state.tokenizer
     card = model_card(config, measured, form=form or "merge")
     if form == "adapter":
         save_peft(state.model, output, base_model=config.model, revision=config.revision)
@@ -82,7 +82,7 @@ def export_state(
         output,
         tokenizer=tokenizer,
         stop_tokens=stop_token_ids(tokenizer, state.model.generation_config, turn_ends),
-        dtype=base_dtype(source),
+        dtype=base_dtype(state.source),
         card=card,
         transform=merging,
     )

@@ -113,6 +113,7 @@ def open_run(config: RunConfig, directory: RunDirectory, resume: Resume, interru
         logger.info("%s", line)
     with stage("loading the model"):
         state = state_of(config, device)
+    state.tokenizer = tokenizer
     full = f"full fine-tuning of {sum(p.numel() for p in state.trainable.values()):,} parameters"
     logger.info("%s", state.lora or full)
     data = config.data
