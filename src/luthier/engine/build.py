@@ -17,6 +17,7 @@ from luthier.config import LoraConfig, OptimizerConfig
 from luthier.engine.logprobs import Head
 from luthier.engine.state import TrainState
 from luthier.errors import ConfigError
+from luthier.hf.allocator import tune_allocator
 from luthier.hf.anatomy import describe
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import packing_is_exact
@@ -137,11 +138,13 @@ def build_state(
     )
     anatomy = describe(model)
     _, packing_fault = packing_is_exact(model)
-    checkpoint_activations(model, anatomy.layers, activation_checkpointing)
+    checkpoint_activations(model, activation_checkpointing)
     if compile_layers:
         for name in anatomy.layers:
             model.get_submodule(name).compile()
     model.train()
+    if device.type == "cpu":
+        tune_allocator()  # after loading, so that what loading freed has gone back to the system
     inside = tuple(f"{layer}." for layer in anatomy.layers)
     return TrainState(
         model=model,

@@ -13,6 +13,7 @@ import torch
 from luthier.hf.head import head_logits, linear_head
 from luthier.losses.cross_entropy import (
     DEFAULT_CHUNK,
+    LOGITS_CHUNK,
     chunked_logprobs,
     cross_entropy_from_logits,
     streamed_cross_entropy,
@@ -24,12 +25,14 @@ class Head:
 
     Args:
         model: a Transformers model, adapters in place.
-        chunk: positions at a time.
+        chunk: positions at a time; when left out, what suits the vocabulary streamed in tiles, and fewer where whole
+            logits of a chunk are made.
     """
 
-    def __init__(self, model: Any, chunk: int = DEFAULT_CHUNK) -> None:
+    def __init__(self, model: Any, chunk: int | None = None) -> None:
         self._model = model
-        self._chunk = chunk
+        self._chunk = chunk or DEFAULT_CHUNK
+        self._logits_chunk = chunk or LOGITS_CHUNK
         self._linear = linear_head(model)
 
     @property
@@ -51,7 +54,7 @@ class Head:
             the loss (float64 scalar, differentiable) and the log-probabilities [n] (without gradient).
         """
         if self._linear is None:
-            return cross_entropy_from_logits(self._logits, hidden, targets, coefficients, self._chunk)
+            return cross_entropy_from_logits(self._logits, hidden, targets, coefficients, self._logits_chunk)
         return streamed_cross_entropy(
             hidden,
             self._linear.weight,
@@ -70,7 +73,7 @@ class Head:
             hidden: [n, hidden].
             targets: int64 [n].
         """
-        return chunked_logprobs(self._logits, hidden, targets, self._chunk)
+        return chunked_logprobs(self._logits, hidden, targets, self._logits_chunk)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, vocabulary] by the model's own forward."""

@@ -18,7 +18,6 @@ from luthier.engine.build import Precision, build_state, choose_device
 from luthier.engine.evaluate import Evaluation, batch_logprobs
 from luthier.engine.evaluate import evaluate as measure
 from luthier.engine.state import TrainState
-from luthier.hf.allocator import tune_allocator
 from luthier.hf.save import base_dtype, save_model
 from luthier.hf.source import resolve
 from luthier.hf.tokenizer import load_tokenizer
@@ -54,7 +53,6 @@ def load(
     Raises:
         UserError: the model cannot be found or used, or an adapter's target adapts nothing.
     """
-    tune_allocator()
     source = resolve(model)
     state = build_state(
         source,

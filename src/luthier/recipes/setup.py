@@ -12,15 +12,13 @@ from luthier.data.loader import Rows, StreamRows, build_rows
 from luthier.engine.build import build_model, build_state, choose_device, choose_precision
 from luthier.engine.randomness import seed_everything
 from luthier.engine.state import TrainState
-from luthier.hf.allocator import tune_allocator
 from luthier.hf.source import ModelSource, resolve
 from luthier.hf.tokenizer import load_tokenizer
 from luthier.report.progress import stage
 
 
 def prepare_process(config: RunConfig) -> torch.device:
-    """Allocator, threads, seeds, device."""
-    tune_allocator()
+    """Threads, seeds, device."""
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     seed_everything(config.seed)
