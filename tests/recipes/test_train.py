@@ -136,7 +136,7 @@ def test_the_resolved_config_repeats_the_run(tmp_path: Path, rows: Path) -> None
     ("changes", "told"),
     [
         ({"adapter": {"rank": 8}}, "adapter.rank was 4 and is 8"),
-        ({"train": {"epochs": 2, "rows_per_step": 5}}, "rows_per_step was 4, is 5"),
+        ({"train": {"epochs": 2, "rows_per_step": 5, "precision": "fp32"}}, "rows_per_step was 4, is 5"),
         ({"model": "debug:qwen3"}, "model was 'debug:llama"),
         ({"data": {"train": str(DATA / "heldout.jsonl"), "sequence_length": 256}}, "the training rows are others"),
         ({"seed": 5}, "seed was 0 and is 5"),
