@@ -63,13 +63,12 @@ def write_checkpoint(directory: Path, size: int) -> None:
 
     shape = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 8}
     shape |= {"vocab_size": 64_000, "tie_word_embeddings": True, "max_position_embeddings": 2048}
-    one = sum(
-        p.numel() for p in build_on_meta(LlamaForCausalLM, LlamaConfig(num_hidden_layers=1, **shape)).parameters()
-    )
-    two = sum(
-        p.numel() for p in build_on_meta(LlamaForCausalLM, LlamaConfig(num_hidden_layers=2, **shape)).parameters()
-    )
-    layers = max(1, round((size / 2 - one) / (two - one)) + 1)
+
+    def parameters(layers: int) -> int:
+        model = build_on_meta(LlamaForCausalLM, LlamaConfig(num_hidden_layers=layers, **shape))
+        return sum(p.numel() for name, p in model.named_parameters() if not name.startswith("lm_head"))
+
+    layers = max(1, round((size / 2 - parameters(1)) / (parameters(2) - parameters(1))) + 1)
     config = LlamaConfig(num_hidden_layers=layers, dtype="bfloat16", architectures=["LlamaForCausalLM"], **shape)
     state = build_on_meta(LlamaForCausalLM, config).state_dict()
     state.pop("lm_head.weight")
