@@ -160,7 +160,7 @@ def main() -> None:
     for workload in dict.fromkeys(cell.workload for cell in cells):
         print(f"preparing {workload}", file=sys.stderr)
         prepare(workload, args.work)
-    raw = args.work / "cells.jsonl"
+    raw = args.work / f"cells-{args.steps}-{args.warmup}-{args.budget}-{args.threads}.jsonl"
     if not args.resume:
         raw.unlink(missing_ok=True)
     done = [json.loads(line) for line in raw.read_text().splitlines()] if raw.exists() else []

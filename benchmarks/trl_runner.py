@@ -155,8 +155,7 @@ def run(
         mode=mode,
         trainable=trainable,
         microbatches=trainer.args.gradient_accumulation_steps,
-        useful_flops_per_token=useful_flops_per_token(trainer.model.config, rows, method, RANK)
-        / sum(len(r.input_ids) for r in rows),
+        useful_flops_per_token=useful_flops_per_token(trainer.model.config, rows, method, RANK),
     )
 
 
