@@ -115,7 +115,20 @@ def test_half_written_checkpoints_are_never_taken(tmp_path: Path) -> None:
     latest = again.latest()
     assert latest is not None
     assert latest.name == "step-000001"
+    # Whoever only reads (an export beside a run) leaves alone what a run may be writing this very moment.
+    assert (tmp_path / ".writing-step-000009").exists()
+    again.tidy()
     assert not (tmp_path / ".writing-step-000009").exists()
+
+
+def test_states_of_another_dtype_are_refused_and_not_cast(tmp_path: Path) -> None:
+    state = small_state(1)
+    Checkpointer(tmp_path, asynchronous=False).save(state, {})
+    other = small_state(1)
+    bias = other.model[0].bias
+    other.optimizer.state[bias]["exp_avg"] = other.optimizer.state[bias]["exp_avg"].bfloat16()
+    with pytest.raises(CheckpointError, match=r"optimizer\.0\.bias\.exp_avg is torch\.float32"):
+        Checkpointer(tmp_path).load(other, tmp_path / "step-000000")
 
 
 def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:

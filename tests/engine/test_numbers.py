@@ -14,6 +14,7 @@ from luthier.engine.build import DTYPES, build_state
 from luthier.engine.logprobs import Head
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward
+from luthier.errors import ModelError
 from luthier.hf.source import resolve
 from luthier.hf.tiny import debug_config
 from tests.oracles.plain import gradient_error, gradient_errors, plain_model, save_strong, weighted_sum
@@ -136,6 +137,14 @@ def test_a_microbatch_without_trained_tokens_adds_nothing(models: dict[str, Path
     output = forward_backward(state, batch.scaled(0.0))
     assert float(output.loss) == 0.0
     assert all(torch.equal(p.grad, before[name]) for name, p in state.trainable.items())
+
+
+def test_documents_that_a_model_would_mix_are_refused(models: dict[str, Path]) -> None:
+    state = ready(models["qwen3"], "fp64")
+    state.packing_fault = "its documents see one another in a packed row"
+    with pytest.raises(ModelError, match="5 documents in one batch"):
+        forward_backward(state, Batch.pack(documents()))
+    forward_backward(state, Batch.pack(documents()[:1]))
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])

@@ -1,10 +1,12 @@
 """The numbers contract on a real pretrained model: no further from float64 than 1.5x what plain Transformers is."""
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from luthier.batch import Batch, Sample
 from luthier.config import LoraConfig
@@ -38,7 +40,12 @@ def directory(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The weights as plain Transformers reads them, in fp32, so that every precision starts from the same numbers."""
     source = resolve(smollm2)
     path = tmp_path_factory.mktemp("smollm2")
-    plain_model(source.location, torch.float32, gguf_file=source.gguf_file).save_pretrained(path)
+    from_gguf = plain_model(source.location, torch.float32, gguf_file=source.gguf_file)
+    config = copy.deepcopy(from_gguf.config)
+    del config.quantization_config  # Transformers does not save what it read from GGUF blocks
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(from_gguf.state_dict())
+    plain.save_pretrained(path)
     return path
 
 
@@ -84,14 +91,15 @@ def test_no_further_from_float64_than_plain_transformers(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_adapter_changes_no_bit_before_its_first_step(smollm2: str, samples: list[Sample], precision: str) -> None:
+def test_an_adapter_changes_no_bit_before_its_first_step(
+    directory: Path, samples: list[Sample], precision: str
+) -> None:
     batch = Batch.pack(samples)
-    base = forward_backward(ready(smollm2, precision), batch).logprobs
-    adapted = ready(smollm2, precision, LoraConfig(rank=16))
+    base = forward_backward(ready(directory, precision), batch).logprobs
+    adapted = ready(directory, precision, LoraConfig(rank=16))
     assert torch.equal(forward_backward(adapted, batch).logprobs, base)
     # Outside a packed batch the model's plain forward is that of plain Transformers, adapters or not.
-    source = resolve(smollm2)
-    plain = plain_model(source.location, DTYPES[precision], gguf_file=source.gguf_file)
+    plain = plain_model(directory, DTYPES[precision])
     with torch.no_grad():
         ids = batch.input_ids[:, : len(samples[0])]
         assert torch.equal(adapted.model.eval()(ids).logits, plain(ids).logits)

@@ -1,10 +1,13 @@
 """Whole runs: they resume bit for bit, after a clean stop and after SIGKILL, and what they leave opens elsewhere."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,34 +186,104 @@ def test_evaluation_is_the_same_at_every_batch_size(tmp_path: Path, rows: Path) 
 
 def test_early_stopping_and_the_best_checkpoint(tmp_path: Path, rows: Path) -> None:
     # A learning rate this large cannot lower the validation loss for long.
-    summary = train(
-        config(
-            tmp_path,
-            rows,
-            "run",
-            optimizer={"learning_rate": 3.0},
-            schedule={"name": "constant"},
-            train={"steps": 40, "rows_per_step": 4, "precision": "fp32"},
-            evaluation={"every": 1, "early_stopping": 3},
-            checkpoint={"every": 1, "keep": 1},
-        )
+    run = config(
+        tmp_path,
+        rows,
+        "run",
+        optimizer={"learning_rate": 3.0},
+        schedule={"name": "constant"},
+        train={"steps": 40, "rows_per_step": 4, "precision": "fp32"},
+        evaluation={"every": 1, "early_stopping": 3},
+        checkpoint={"keep": 1},
     )
+    summary = train(run)
     assert summary["stopped_early"]
     assert summary["steps"] < 40
     assert summary["best"]["step"] == summary["steps"] - 3
     names = {path.name for path in committed(tmp_path / "run" / "checkpoints")}
     assert names == {f"step-{summary['best']['step']:06d}", f"step-{summary['steps']:06d}"}
+    assert train(run)["steps"] == summary["steps"]  # a run that has stopped early does not go on from there
 
 
-def test_what_is_not_finite_is_named_or_skipped(tmp_path: Path, rows: Path) -> None:
+def test_a_validation_loss_that_is_not_finite_is_never_the_best(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from luthier.recipes import sft
+
+    own, results = sft.evaluate, []
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        results.append(own(*args, **kwargs))
+        return replace(results[-1], loss=math.nan) if len(results) == 1 else results[-1]
+
+    monkeypatch.setattr(sft, "evaluate", measured)
+    summary = train(config(tmp_path, rows, "run", evaluation={"every": 1}, checkpoint={"keep": 1}))
+    losses = [result.loss for result in results[1:]]
+    assert summary["best"]["loss"] == min(losses)
+    assert f"step-{summary['best']['step']:06d}" in {p.name for p in committed(tmp_path / "run" / "checkpoints")}
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_before_the_first_step_is_heeded_at_once(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch, number: int, raised: type[BaseException]
+) -> None:
+    from luthier.recipes import sft
+
+    def loading(*_: Any) -> None:
+        os.kill(os.getpid(), number)
+        pytest.fail("the signal was put off until the data and the model are loaded")
+
+    monkeypatch.setattr(sft, "rows_of", loading)
+    with pytest.raises(raised):
+        train(config(tmp_path, rows, "run"))
+
+
+def test_the_directory_is_free_only_when_the_last_checkpoint_is_written(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from luthier.engine import checkpoint
+    from luthier.recipes import sft
+
+    write, take_step = checkpoint._write, sft.take_step
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.5)
+        write(*args)
+
+    def failing(run: sft.Run, batch: Any) -> dict[str, float]:
+        if run.state.counters.step == 2:
+            raise RuntimeError("an error of one's own")
+        return take_step(run, batch)
+
+    monkeypatch.setattr(checkpoint, "_write", slowly)
+    monkeypatch.setattr(sft, "take_step", failing)
+    with pytest.raises(RuntimeError, match="one's own"):
+        train(config(tmp_path, rows, "run", evaluation={}))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_what_is_not_finite_is_named_or_skipped(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     explosive = {"name": "sgd", "learning_rate": 1e38}
     run = config(tmp_path, rows, "stop", adapter=None, optimizer=explosive, schedule={"name": "constant"})
     with pytest.raises(NonFiniteError, match=r"step \d+: the loss is nan.*rows .*rows.jsonl:\d+"):
         train(run)
-    skipping = run.model_copy(
-        update={"output": tmp_path / "skip", "train": run.train.model_copy(update={"on_non_finite": "skip"})}
-    )
-    assert train(skipping)["skipped_steps"] > 0
+    skipping = run.train.model_copy(update={"on_non_finite": "skip"})
+    # Weights that are not finite themselves spoil every later step: skipping them all would end in a ruined export.
+    with pytest.raises(NonFiniteError, match=r"the weight \S+ itself is not finite"):
+        train(run.model_copy(update={"output": tmp_path / "ruined", "train": skipping}))
+
+    from luthier.recipes import sft
+
+    own, calls = sft.forward_backward, []
+
+    def poisoned(state: Any, batch: Any) -> Any:
+        calls.append(batch)
+        return own(state, batch.scaled(float("nan")) if len(calls) == 1 else batch)
+
+    monkeypatch.setattr(sft, "forward_backward", poisoned)
+    calm = config(tmp_path, rows, "skip", train={"steps": 3, "rows_per_step": 4, "on_non_finite": "skip"})
+    summary = train(calm)
+    assert (summary["steps"], summary["skipped_steps"]) == (3, 1)
 
 
 def test_two_runs_do_not_share_a_directory(tmp_path: Path, rows: Path) -> None:
@@ -221,8 +294,11 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path, rows: Path) -> None:
         train(run)
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path, rows: Path) -> None:
-    told = dry_run(config(tmp_path, rows, "run"))
+def test_a_dry_run_writes_nothing(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from luthier.report import reporter
+
+    monkeypatch.setattr(reporter, "open_tracker", lambda *_, **__: pytest.fail("a rehearsal reached a tracker"))
+    told = dry_run(config(tmp_path, rows, "run", report={"trackers": ["wandb"]}))
     assert told["steps"] == 10
     assert len(told["losses"]) == 2
     assert told["seconds"] > 0

@@ -46,11 +46,10 @@ def test_memory_never_falls() -> None:
 
 
 def test_chosen_steps_are_traced(tmp_path: Path) -> None:
-    profiler = Profiler(ProfileConfig(start=2, steps=2), tmp_path / "profile")
-    for number in range(1, 6):
-        with profiler.step(number):
-            torch.ones(3, 3) @ torch.ones(3, 3)
-    profiler.close()
+    with Profiler(ProfileConfig(start=2, steps=2), tmp_path / "profile") as profiler:
+        for number in range(1, 6):
+            with profiler.step(number):
+                torch.ones(3, 3) @ torch.ones(3, 3)
     (path,) = (tmp_path / "profile").iterdir()
     assert path.name == "steps-2-3.json"
     names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
@@ -59,16 +58,12 @@ def test_chosen_steps_are_traced(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_early_leaves_what_it_traced(tmp_path: Path) -> None:
-    profiler = Profiler(ProfileConfig(start=1, steps=9), tmp_path)
-    with profiler.step(1):
+    with Profiler(ProfileConfig(start=1, steps=9), tmp_path) as profiler, profiler.step(1):
         torch.ones(1)
-    profiler.close()
     assert [path.name for path in tmp_path.iterdir()] == ["steps-1-end.json"]
 
 
 def test_no_profile_no_files(tmp_path: Path) -> None:
-    profiler = Profiler(None, tmp_path / "profile")
-    with profiler.step(1):
+    with Profiler(None, tmp_path / "profile") as profiler, profiler.step(1):
         pass
-    profiler.close()
     assert not (tmp_path / "profile").exists()

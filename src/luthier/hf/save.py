@@ -92,6 +92,13 @@ def save_model(
     return target
 
 
+def remove_leftovers(directory: Path) -> None:
+    """Remove what killed exports to a directory left beside it; only while nobody else is writing there."""
+    for path in directory.parent.glob(f".{directory.name}.*"):
+        if path.suffix in (".partial", ".old"):
+            shutil.rmtree(path)
+
+
 def base_dtype(source: ModelSource) -> torch.dtype | None:
     """The dtype in which a base model's own weights lie; None where they lie in none (GGUF blocks, random weights)."""
     if source.kind not in ("directory", "hub"):
@@ -266,7 +273,7 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, aside: Path) -> None:
 
 
 def _commit(aside: Path, target: Path) -> None:
-    """Let the finished directory take the name, so that a reader finds the old export or the new, never half of one."""
+    """Let the finished directory take the name: a reader finds the old export or the new, for a moment none, never half."""
     for file in aside.iterdir():
         _sync(file)
     _sync(aside)
