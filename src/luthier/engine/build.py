@@ -21,7 +21,7 @@ from luthier.hf.allocator import tune_allocator
 from luthier.hf.anatomy import describe
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import packing_is_exact
-from luthier.hf.load import load_model
+from luthier.hf.load import DTYPES, load_model
 from luthier.hf.source import ModelSource
 from luthier.optim.build import build_optimizer
 from luthier.parallel.checkpointing import Policy, checkpoint_activations
@@ -29,19 +29,19 @@ from luthier.parallel.checkpointing import Policy, checkpoint_activations
 logger = logging.getLogger(__name__)
 
 Precision = Literal["fp32", "bf16", "fp64"]
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device asked for, else the best there is.
+    """The device asked for, else CUDA where there is one, else the CPU.
 
     Raises:
         ConfigError: there is no such device here.
     """
     if name is None:
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.split(":")[0] == "mps":
+        what = "mps has no float64, in which weights of the loss and norms are summed"
+        raise ConfigError(what, where="train.device", remedy="leave it out for the CPU")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -15,6 +15,7 @@ import torch
 from luthier.batch import Batch
 from luthier.engine.guards import first_bad_gradient
 from luthier.engine.state import TrainState
+from luthier.errors import ModelError
 from luthier.hf.forward import hidden_states
 from luthier.parallel.norm import gradient_norm
 
@@ -61,7 +62,11 @@ def forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None 
         state: whose model runs and whose gradients grow.
         batch: one microbatch on any device.
         loss: a loss of one's own; weighted cross-entropy when left out.
+
+    Raises:
+        ModelError: the batch holds several documents, and this architecture would let them see one another.
     """
+    require_apart(state, batch)
     batch = batch.to(state.device)
     chosen = batch.weights[0].nonzero().squeeze(-1)  # [n]
     dtype = state.head.dtype
@@ -81,6 +86,20 @@ def forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None 
         value = loss(full, batch)
         value.backward()
     return ForwardBackward(value.detach(), full.detach())
+
+
+def require_apart(state: TrainState, batch: Batch) -> None:
+    """Refuse a batch whose documents the model would mix: its numbers would be wrong without a word.
+
+    Raises:
+        ModelError: it holds more than one document and `state.packing_fault` says why that cannot be.
+    """
+    if state.packing_fault and batch.documents > 1:
+        raise ModelError(
+            f"{type(state.model).__name__} cannot run {batch.documents} documents in one batch: {state.packing_fault}",
+            where="batch",
+            remedy="give each document a batch of its own (luthier.pack does)",
+        )
 
 
 def optim_step(

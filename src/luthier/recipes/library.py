@@ -18,6 +18,7 @@ from luthier.engine.build import Precision, build_state, choose_device
 from luthier.engine.evaluate import Evaluation, batch_logprobs
 from luthier.engine.evaluate import evaluate as measure
 from luthier.engine.state import TrainState
+from luthier.engine.step import require_apart
 from luthier.hf.save import base_dtype, save_model
 from luthier.hf.source import resolve
 from luthier.hf.tokenizer import load_tokenizer
@@ -44,7 +45,7 @@ def load(
         adapter: LoRA beside frozen weights; everything trains when left out.
         optimizer: AdamW at 1e-4 when left out.
         precision: fp32, bf16 or fp64; what the device is fast at when left out.
-        device: cpu, cuda, ...; the best there is when left out.
+        device: cpu, cuda, ...; as of `train.device`.
         from_scratch: random weights by the model's own initialisation.
         activation_checkpointing: off, full or selective.
         trust_remote_code: run code that the model's repository brings.
@@ -97,6 +98,7 @@ def pack(samples: Sequence[Sample], sequence_length: int, state: TrainState) -> 
 
 def logprobs(state: TrainState, batch: Batch) -> torch.Tensor:
     """[T] log-probabilities of a microbatch's targets, without gradients or dropout; 0 where the weight is 0."""
+    require_apart(state, batch)
     training = state.model.training
     state.model.eval()
     try:
