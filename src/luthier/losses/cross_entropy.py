@@ -6,7 +6,9 @@
 | known | anything | `cross_entropy_from_logits`: chunks of logits, gradient on the way |
 | known later (DPO, policy losses) | anything | `chunked_logprobs`: chunks of logits, made again in the backward |
 
-The softmax is in fp32, or float64 for float64. Positions of coefficient 0 never reach the head.
+Positions of coefficient 0 never reach the head. Log-probabilities, the target's logit and the sums of the softmax are
+in fp32, or float64 for float64. Of a linear bf16 head the exponentials of the other tokens are bf16, as its logits are:
+what that rounds averages out in the sum, and the result is nearer to float64 than a softmax in fp32 of bf16 logits.
 """
 
 from __future__ import annotations
