@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from luthier.cli.frame import AdapterOption, Answer, Arguments, DataOption, JsonOption, ModelOption, run_config, verb
+from luthier.cli.frame import (
+    AdapterOption,
+    Answer,
+    Arguments,
+    DataOption,
+    JsonOption,
+    ModelOption,
+    entries,
+    run_config,
+    verb,
+)
 
 app = verb("evaluate")
 
@@ -17,6 +27,9 @@ def evaluate(
 ) -> Answer:
     """Measure the loss per token and the perplexity of a model on the validation rows of a config, or on --data."""
     config = run_config(arguments, model=model, validation=data, defaults={"data": {}})
+    from luthier.data.report import DataReport
     from luthier.recipes.evaluate import evaluate
 
-    return Answer(evaluate(config, adapter=adapter))
+    result = evaluate(config, adapter=adapter)
+    measured = {key: value for key, value in result.items() if key != "data"}
+    return Answer(result, [*entries(measured), *DataReport.from_dict(result["data"]).lines()])

@@ -22,7 +22,7 @@ def evaluate(config: RunConfig, *, adapter: Path | None = None) -> dict[str, Any
         adapter: a directory of PEFT files to put on the model.
 
     Returns:
-        loss (nats a token), perplexity, rows, tokens, trained_tokens.
+        loss (nats a token), perplexity, rows, tokens, trained_tokens, and `data`: what became of the rows.
     """
     device = prepare_process(config)
     tokenizer = tokenizer_of(config)
@@ -36,4 +36,9 @@ def evaluate(config: RunConfig, *, adapter: Path | None = None) -> dict[str, Any
     batches = iterate_once(rows, config.data.sequence_length, packing=config.data.packing and exact)
     with stage("evaluating") as told:
         result = measure(model, Head(model), batches, device, progress=lambda done: told(done, len(rows)))
-    return {"model": config.model, "adapter": str(adapter) if adapter else None, **result.to_dict()}
+    return {
+        "model": config.model,
+        "adapter": str(adapter) if adapter else None,
+        **result.to_dict(),
+        "data": rows.report.to_dict(),
+    }
