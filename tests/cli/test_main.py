@@ -139,6 +139,19 @@ def test_an_interruption_leaves_with_130(monkeypatch: pytest.MonkeyPatch, capfd:
     assert [json.loads(line)["error"]["kind"] for line in out.splitlines()] == ["Interrupted"]
 
 
+def test_a_sigterm_before_the_first_step_leaves_with_143(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from luthier.recipes import sft
+
+    def ended(*_: object, **__: object) -> None:
+        raise SystemExit(143)
+
+    monkeypatch.setattr(sft, "train", ended)
+    assert main(["train", "--model=debug:llama", "--data=rows.jsonl", "--json"]) == 143
+    assert json.loads(capfd.readouterr().out)["error"]["kind"] == "Interrupted"
+
+
 def test_json_keeps_standard_output_to_itself() -> None:
     """Libraries that print, even past Python's own sys.stdout, do not get between."""
     code = """

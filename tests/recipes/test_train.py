@@ -175,6 +175,33 @@ def test_the_exports_of_a_run_open_in_plain_transformers(tmp_path: Path, rows: P
         export(tmp_path / "run", output=tmp_path / "other", step=77)
 
 
+def test_an_export_takes_the_place_of_one_of_another_form(tmp_path: Path, rows: Path) -> None:
+    short = {"train": {"steps": 1, "rows_per_step": 4, "precision": "fp32"}}
+    lora, full = config(tmp_path, rows, "run", **short), config(tmp_path, rows, "run", adapter=None, **short)
+    folder = tmp_path / "run" / "export"
+    for run, there, gone in (
+        (lora, "adapter_model.safetensors", "model.safetensors"),
+        (full, "model.safetensors", "adapter_model.safetensors"),
+        (lora, "adapter_model.safetensors", "model.safetensors"),
+    ):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / ".export.0123.partial").mkdir()  # of a run that was killed while exporting
+        train(run, resume="never")
+        assert (folder / there).is_file()
+        assert not (folder / gone).exists()
+        assert not list((tmp_path / "run").glob(".export.*"))
+
+
+def test_rows_that_a_stream_leaves_out_are_counted(tmp_path: Path, rows: Path) -> None:
+    lines = ['{"text": ""}', *(json.dumps({"text": f"row {number}"}) for number in range(8))]
+    rows.write_text("\n".join(lines), encoding="utf-8")
+    data = {"train": str(rows), "streaming": True, "shuffle_buffer": 2, "sequence_length": 64}
+    train_config = {"steps": 4, "rows_per_step": 4, "precision": "fp32"}
+    summary = train(config(tmp_path, rows, "run", data=data, train=train_config, evaluation={}))
+    assert summary["data"]["empty"] >= 1
+    assert "empty, left out" in (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+
+
 def test_evaluation_is_the_same_at_every_batch_size(tmp_path: Path, rows: Path) -> None:
     base = config(tmp_path, rows, "run")
     losses = []
@@ -267,10 +294,6 @@ def test_what_is_not_finite_is_named_or_skipped(tmp_path: Path, rows: Path, monk
     run = config(tmp_path, rows, "stop", adapter=None, optimizer=explosive, schedule={"name": "constant"})
     with pytest.raises(NonFiniteError, match=r"step \d+: the loss is nan.*rows .*rows.jsonl:\d+"):
         train(run)
-    skipping = run.train.model_copy(update={"on_non_finite": "skip"})
-    # Weights that are not finite themselves spoil every later step: skipping them all would end in a ruined export.
-    with pytest.raises(NonFiniteError, match=r"the weight \S+ itself is not finite"):
-        train(run.model_copy(update={"output": tmp_path / "ruined", "train": skipping}))
 
     from luthier.recipes import sft
 
@@ -284,6 +307,15 @@ def test_what_is_not_finite_is_named_or_skipped(tmp_path: Path, rows: Path, monk
     calm = config(tmp_path, rows, "skip", train={"steps": 3, "rows_per_step": 4, "on_non_finite": "skip"})
     summary = train(calm)
     assert (summary["steps"], summary["skipped_steps"]) == (3, 1)
+
+    def ruined(state: Any, batch: Any) -> Any:
+        next(iter(state.trainable.values())).data.fill_(math.nan)
+        return own(state, batch)
+
+    # Weights that are not finite themselves spoil every later step: skipping them all would end in a ruined export.
+    monkeypatch.setattr(sft, "forward_backward", ruined)
+    with pytest.raises(NonFiniteError, match=r"the weight \S+ itself is not finite"):
+        train(calm.model_copy(update={"output": tmp_path / "ruined"}))
 
 
 def test_two_runs_do_not_share_a_directory(tmp_path: Path, rows: Path) -> None:

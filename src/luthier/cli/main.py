@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `luthier`; the process's own when None.
 
     Returns:
-        The exit code: 0, 1 for a fault of Luthier's own, 2 for one that the user can mend, 130 when interrupted.
+        The exit code: 0, 1 for a fault of Luthier's own, 2 for one that the user can mend, 130 or 143 when interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in words
@@ -95,6 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(_usage(error), {}, "UsageError", EXIT_USER_ERROR, out if as_json else None)
         except (KeyboardInterrupt, typer.Abort):
             return _fail("interrupted", {}, "Interrupted", INTERRUPTED, out if as_json else None)
+        except SystemExit as error:  # SIGTERM while there is nothing to save yet, or nothing any more
+            code = error.code if isinstance(error.code, int) else 1
+            return _fail("interrupted", {}, "Interrupted", code, out if as_json else None)
         except BrokenPipeError:
             # Whoever read standard output has left; Python would complain again when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())

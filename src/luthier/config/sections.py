@@ -270,7 +270,7 @@ class TrainConfig(Section):
     attention: str | None = None
     """Attention implementation; chosen for the device when left out."""
     device: str | None = None
-    """cpu, cuda, cuda:1, mps; the best there is when left out."""
+    """cpu, cuda or cuda:1; when left out cuda where there is one, else cpu."""
     threads: PositiveInt | None = None
     """CPU threads; torch's own choice when left out."""
     profile: ProfileConfig | None = None
@@ -297,7 +297,7 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     """How many of the newest committed checkpoints stay."""
     keep_best: bool = True
-    """Keep the checkpoint of the lowest validation loss as well."""
+    """Write a checkpoint whenever the validation loss is the lowest so far, and keep that of the lowest."""
     trainable_only: bool | None = None
     """Leave frozen weights out; yes with adapters, no without, when left out."""
     asynchronous: bool = True

@@ -1,7 +1,8 @@
 """Checkpoints: tensors by torch's DCP in safetensors files, everything else as JSON, committed by one rename.
 
 A step is written into `checkpoints/.writing-step-000050`, flushed to disk, then renamed to `step-000050`. Only the
-renamed directory is a checkpoint; whatever a crash leaves behind has the other name and is removed at the next start.
+renamed directory is a checkpoint; whatever a crash leaves behind has the other name and is removed by the next run that
+owns the directory (`Checkpointer.tidy`), never by somebody who only reads.
 Optimizer states are stored by parameter name, so they can be read on any layout, and no pickle is involved.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from luthier.engine import randomness
 from luthier.engine.state import Counters, TrainState
@@ -99,8 +101,10 @@ class Checkpointer:
         self._asynchronous = asynchronous
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
-        directory.mkdir(parents=True, exist_ok=True)
-        for leftover in directory.glob(f"{_WRITING}*"):
+
+    def tidy(self) -> None:
+        """Remove what a crash left half written; only for the one run that has locked the directory and writes here."""
+        for leftover in self.directory.glob(f"{_WRITING}*"):
             shutil.rmtree(leftover)
 
     def latest(self) -> Path | None:
@@ -133,6 +137,7 @@ class Checkpointer:
             "score": score,
         }
         writing = self.directory / f"{_WRITING}{name}"
+        self.directory.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir()
         tensors = self._tensors(state)
@@ -156,9 +161,7 @@ class Checkpointer:
         Raises:
             CheckpointError: if it could not be written (disk full, no permission).
         """
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+        self.join()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise CheckpointError(
@@ -166,6 +169,12 @@ class Checkpointer:
                 where=str(self.directory),
                 remedy="free some space or choose another output",
             ) from failure
+
+    def join(self) -> None:
+        """Return once no checkpoint is being written, whether that went well or not."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
 
     def load(self, state: TrainState, checkpoint: Path) -> dict[str, Any]:
         """Read a committed checkpoint into `state`, random states included, and return its record.
@@ -179,7 +188,6 @@ class Checkpointer:
             stored = reader.read_metadata().state_dict_metadata
         except Exception as error:  # safetensors raises its own untyped errors for a damaged file
             raise CheckpointError(f"tensors cannot be read ({error})", where=str(checkpoint)) from error
-        _allocate_optimizer_state(state, stored)
         tensors = self._tensors(state)
         if missing := sorted(tensors.keys() - stored.keys()) or sorted(stored.keys() - tensors.keys()):
             raise CheckpointError(
@@ -187,6 +195,16 @@ class Checkpointer:
                 where=str(checkpoint),
                 remedy="resume with the same model, adapter and optimizer, or use --resume never",
             )
+        for name, tensor in tensors.items():  # a load would cast without a word
+            there = stored[name]
+            assert isinstance(there, TensorStorageMetadata)
+            size, dtype = there.size, there.properties.dtype
+            if size != tensor.shape or dtype != tensor.dtype:
+                raise CheckpointError(
+                    f"{name} is {dtype} {list(size)} and the run needs {tensor.dtype} {list(tensor.shape)}",
+                    where=str(checkpoint),
+                    remedy="resume with the same model, adapter and optimizer, or use --resume never",
+                )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
@@ -252,19 +270,6 @@ class Checkpointer:
 def _write(tensors: dict[str, torch.Tensor], writing: Path) -> None:
     writer = HuggingFaceStorageWriter(str(writing / _TENSORS), save_distributed=True)
     dcp.save(dict(tensors), storage_writer=writer, no_dist=not torch.distributed.is_initialized())
-
-
-def _allocate_optimizer_state(state: TrainState, stored: dict[str, Any]) -> None:
-    """Make room for the states of an optimizer that has none before its first step: a load would drop them silently."""
-    for name, parameter in state.model.named_parameters():
-        if state.optimizer.state.get(parameter):
-            continue
-        prefix = f"optimizer.{name}."
-        for key, metadata in stored.items():
-            if key.startswith(prefix) and "." not in key[len(prefix) :]:
-                shape, dtype = tuple(metadata.size), metadata.properties.dtype
-                like = parameter.detach() if shape == tuple(parameter.shape) else torch.empty(shape)
-                state.optimizer.state[parameter][key[len(prefix) :]] = torch.zeros_like(like, dtype=dtype)
 
 
 def _optimizer_scalars(state: TrainState) -> dict[str, dict[str, Any]]:

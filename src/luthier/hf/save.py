@@ -13,7 +13,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,26 +71,42 @@ def save_model(
         ModelError: the directory holds something else, or adapters are still in the model.
     """
     target = Path(directory)
-    _require_replaceable(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
-    aside.mkdir()
-    try:
+    wanted = dtype if dtype is not None else model.dtype
+    facts = {"dtype": str(wanted).removeprefix("torch.")}
+    facts |= {"tokenizer": fingerprint(tokenizer)} if tokenizer is not None else {}
+    with replacing(target, facts) as aside:
         with quiet():
-            wanted = dtype if dtype is not None else model.dtype
             tied = _write_weights(model, aside, wanted, shard_bytes, transform)
             _write_configs(model, aside, wanted, tied, stop_tokens)
             if tokenizer is not None:
                 _write_tokenizer(tokenizer, aside)
         if card is not None:
             (aside / "README.md").write_text(card, encoding="utf-8")
-        mark = {"luthier": luthier.__version__, "dtype": str(wanted).removeprefix("torch.")}
-        mark |= {"tokenizer": fingerprint(tokenizer)} if tokenizer is not None else {}
+    return target
+
+
+@contextmanager
+def replacing(target: Path, facts: Mapping[str, str]) -> Iterator[Path]:
+    """A directory to write an export into, which takes the target's name when all has gone well.
+
+    Args:
+        target: replaced if it is an earlier export, of whatever form: no file of another form stays beside the new.
+        facts: what the mark of the export says besides the version.
+
+    Raises:
+        ModelError: the target holds something that is no export.
+    """
+    _require_replaceable(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
+    aside.mkdir()
+    try:
+        yield aside
+        mark = {"luthier": luthier.__version__, **facts}
         (aside / EXPORT_MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
         _commit(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return target
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -273,7 +290,7 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, aside: Path) -> None:
 
 
 def _commit(aside: Path, target: Path) -> None:
-    """Let the finished directory take the name: a reader finds the old export or the new, for a moment none, never half."""
+    """Let the finished directory take the name: a reader finds the old export or the new, or for a moment none."""
     for file in aside.iterdir():
         _sync(file)
     _sync(aside)

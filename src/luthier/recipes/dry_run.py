@@ -24,9 +24,10 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     Returns:
         what was found out about data and model, and what the run would take: steps, tokens, seconds, bytes.
     """
+    silent = config.report.model_copy(update={"trackers": []})  # a rehearsal is no run in anybody's dashboard
     with (
         tempfile.TemporaryDirectory(prefix="luthier-dry-run-") as scratch,
-        opened(config.model_copy(update={"output": Path(scratch)}), "never") as run,
+        opened(config.model_copy(update={"output": Path(scratch), "report": silent}), "never") as run,
     ):
         seconds, tokens, losses = 0.0, 0, []
         for batch in islice(run.loader, STEPS):

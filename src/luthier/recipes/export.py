@@ -11,9 +11,9 @@ from luthier.config import RunConfig
 from luthier.engine.checkpoint import Checkpointer, committed, read_record
 from luthier.engine.state import TrainState
 from luthier.errors import CheckpointError, ConfigError
-from luthier.hf.save import base_dtype, save_model
+from luthier.hf.save import base_dtype, replacing, save_model
 from luthier.hf.tokenizer import stop_token_ids
-from luthier.recipes.run_directory import RunDirectory, write_text
+from luthier.recipes.run_directory import RunDirectory
 from luthier.recipes.setup import prepare_process, state_of, tokenizer_of
 from luthier.report.card import model_card
 
@@ -72,9 +72,10 @@ def export_state(
     tokenizer = state.tokenizer
     card = model_card(config, measured, form=form or "merge")
     if form == "adapter":
-        save_peft(state.model, output, base_model=config.model, revision=config.revision)
-        tokenizer.save_pretrained(str(output))
-        write_text(output / "README.md", card)
+        with replacing(output, {}) as aside:
+            save_peft(state.model, aside, base_model=config.model, revision=config.revision)
+            tokenizer.save_pretrained(str(aside))
+            (aside / "README.md").write_text(card, encoding="utf-8")
         return {"export": str(output), "form": "adapter"}
     merging = Merging(state.model)
     save_model(

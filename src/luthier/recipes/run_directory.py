@@ -105,10 +105,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 class Interruption:
-    """Turns the first SIGTERM or SIGINT into a wish to stop after the step; a second SIGINT stops at once."""
+    """What SIGTERM and SIGINT do to a run.
+
+    While it is deferred (`deferred()`, around the steps) the first one is a wish to stop after the step, and a second
+    SIGINT stops at once. Otherwise nothing is lost by stopping at once: SIGINT raises KeyboardInterrupt, SIGTERM
+    SystemExit with the code that shells give to a process ended by it.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._deferred = False
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Interruption:
@@ -123,7 +129,18 @@ class Interruption:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Within, the first signal waits for the end of the step."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
+        if number == signal.SIGINT and (self.signal is not None or not self._deferred):
             raise KeyboardInterrupt
+        if not self._deferred:
+            raise SystemExit(128 + number)
         self.signal = number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from luthier.config import RunConfig
-from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, iterate_once
+from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, StreamRows, iterate_once
 from luthier.engine import randomness
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, read_record
 from luthier.engine.evaluate import Evaluation, evaluate
@@ -22,6 +23,7 @@ from luthier.engine.identity import model_digest
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward, optim_step
 from luthier.errors import CheckpointError
+from luthier.hf.save import remove_leftovers
 from luthier.optim.schedules import factor
 from luthier.recipes.export import export_state, trainable_only
 from luthier.recipes.run_directory import Interruption, RunDirectory
@@ -61,8 +63,7 @@ class Run:
     checkpoints: Checkpointer
     stop_ids: list[int]
     of: dict[str, Any]
-    data: dict[str, Any]
-    """What became of the rows."""
+    rows: Rows | StreamRows
     total: int
     """Optimizer steps of the whole run."""
     interruption: Interruption
@@ -70,6 +71,11 @@ class Run:
     random_states: dict[str, Any] | None = None
     """Of the checkpoint that the run goes on from."""
     course: Course = field(default_factory=Course)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What became of the rows: of a stream, of those that have been read so far."""
+        return self.rows.report.to_dict()
 
 
 def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:
@@ -101,7 +107,11 @@ def opened(config: RunConfig, resume: Resume) -> Iterator[Run]:
                 randomness.seed_everything(config.seed)
             else:
                 randomness.restore(run.random_states)
-            yield run
+            try:
+                yield run
+            finally:
+                # Before the directory is anybody else's, who would take a checkpoint in the making for a leftover.
+                run.checkpoints.join()
 
 
 def open_run(config: RunConfig, directory: RunDirectory, resume: Resume, interruption: Interruption) -> Run:
@@ -109,8 +119,11 @@ def open_run(config: RunConfig, directory: RunDirectory, resume: Resume, interru
     device = prepare_process(config)
     tokenizer = tokenizer_of(config)
     rows, held_out = rows_of(config, tokenizer)
-    for line in rows.report.lines():
+    for line in rows.report.lines() if isinstance(rows, Rows) else ():
         logger.info("%s", line)
+    if held_out is not None and config.data.validation:
+        for line in held_out.report.lines():
+            logger.info("validation: %s", line)
     with stage("loading the model"):
         state = state_of(config, device)
     state.tokenizer = tokenizer
@@ -136,10 +149,12 @@ def open_run(config: RunConfig, directory: RunDirectory, resume: Resume, interru
         ),
         stop_ids=list(rows.stop_ids),
         of=identity(config, state),
-        data=rows.report.to_dict(),
+        rows=rows,
         interruption=interruption,
         total=loader.steps_total(),
     )
+    run.checkpoints.tidy()
+    remove_leftovers(directory.export)
     newest = run.checkpoints.latest()
     if newest is not None and resume != "never":
         go_on(run, newest)
@@ -153,20 +168,21 @@ def open_run(config: RunConfig, directory: RunDirectory, resume: Resume, interru
 def loop(run: Run) -> None:
     """The training loop."""
     config, state = run.config, run.state
-    profiler = Profiler(config.train.profile, run.directory.profile)
-    for batch in run.loader:
-        with profiler.step(state.counters.step + 1):
-            measured = take_step(run, batch)
-        run.report.step(state.counters, batch, measured)
-        last = state.counters.step == run.total
-        if run.held_out is not None and (last or due(config.evaluation.every, state.counters.step)):
-            run.report.validation(state.counters.step, measure(run))
-        stop = run.interruption.signal is not None or enough(run)
-        if last or stop or due(config.checkpoint.every, state.counters.step):
-            save(run)
-        if stop:
-            break
-    profiler.close()
+    if enough(run):  # stopped early already: the same command must not train on
+        return
+    with run.interruption.deferred(), Profiler(config.train.profile, run.directory.profile) as profiler:
+        for batch in run.loader:
+            with profiler.step(state.counters.step + 1):
+                measured = take_step(run, batch)
+            run.report.step(state.counters, batch, measured)
+            last = state.counters.step == run.total
+            if run.held_out is not None and (last or due(config.evaluation.every, state.counters.step)):
+                run.report.validation(state.counters.step, measure(run))
+            stop = run.interruption.signal is not None or enough(run)
+            if last or stop or due(config.checkpoint.every, state.counters.step) or best_now(run):
+                save(run)
+            if stop:
+                break
 
 
 def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
@@ -176,7 +192,7 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
         loss (nats a token), gradient_norm and learning_rate.
 
     Raises:
-        NonFiniteError: loss or gradient is not finite, and train.on_non_finite says stop.
+        NonFiniteError: loss or gradient is not finite, and train.on_non_finite says stop, or a weight is not.
     """
     config, state = run.config, run.state
     factor_of_weights = 1 / batch.total_weight if batch.total_weight else 0.0
@@ -189,19 +205,20 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
     state.counters.trained_tokens += batch.trained_tokens
     run.course.loss = loss
     if not update.applied:
+        weight = first_bad_weight(state.model)
         error = non_finite_error(
             state.counters.step,
             loss=loss,
             norm=update.gradient_norm,
             gradient=update.bad_gradient,
-            weight=first_bad_weight(state.model),
+            weight=weight,
             rows=[
                 row
                 for microbatch, output in zip(batch.microbatches, outputs, strict=True)
                 for row in bad_rows(microbatch, output.logprobs)
             ],
         )
-        if config.train.on_non_finite == "stop":
+        if config.train.on_non_finite == "stop" or weight is not None:  # no later step would be any better
             raise error
         logger.warning("step skipped: %s", error)
     return {"loss": loss, "gradient_norm": update.gradient_norm, "learning_rate": rate * config.optimizer.learning_rate}
@@ -218,7 +235,8 @@ def measure(run: Run) -> Evaluation:
         rows = len(run.held_out)
         result = evaluate(state.model, state.head, batches, state.device, progress=lambda done: told(done, rows))
     course.validation = {"step": state.counters.step, **result.to_dict()}
-    if course.best_loss is None or result.loss < course.best_loss:
+    # A loss that is not finite is never the best: nothing would ever be lower than NaN.
+    if math.isfinite(result.loss) and (course.best_loss is None or result.loss < course.best_loss):
         course.best_loss, course.best_step, course.waited = result.loss, state.counters.step, 0
     else:
         course.waited += 1
@@ -228,14 +246,16 @@ def measure(run: Run) -> Evaluation:
 def save(run: Run) -> None:
     """Write a checkpoint of this moment."""
     validation = run.course.validation
-    fresh = validation is not None and validation["step"] == run.state.counters.step
+    score = None
+    if validation is not None and validation["step"] == run.state.counters.step and math.isfinite(validation["loss"]):
+        score = validation["loss"]
     record = {
         "loader": run.loader.state.to_dict(),
         "of": run.of,
         "course": asdict(run.course),
         "stop_ids": run.stop_ids,
     }
-    run.checkpoints.save(run.state, record, score=validation["loss"] if validation is not None and fresh else None)
+    run.checkpoints.save(run.state, record, score=score)
 
 
 def go_on(run: Run, checkpoint: Path) -> None:
@@ -256,6 +276,9 @@ def go_on(run: Run, checkpoint: Path) -> None:
 def finish(run: Run) -> dict[str, Any]:
     """Wait for the last checkpoint, export what a finished run has learnt, and sum up."""
     run.checkpoints.wait()
+    if isinstance(run.rows, StreamRows):  # what other rows have been through was told before the first step
+        for line in run.rows.report.lines():
+            logger.info("%s", line)
     counters, course = run.state.counters, run.course
     summary: dict[str, Any] = {
         "output": str(run.directory.path),
@@ -294,6 +317,11 @@ def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:
 
 def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
+
+
+def best_now(run: Run) -> bool:
+    """Whether this very step has the lowest validation loss so far, and its checkpoint is to be kept."""
+    return run.config.checkpoint.keep_best and run.course.best_step == run.state.counters.step
 
 
 def enough(run: Run) -> bool:

@@ -48,8 +48,11 @@ class Profiler:
         if number == config.start + config.steps - 1:
             self._write(number)
 
-    def close(self) -> None:
-        """Write what has been traced of a run that ended before the last chosen step."""
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Write what has been traced of a run that ended, or failed, before the last chosen step."""
         if self._trace is not None:
             self._write(None)
 
