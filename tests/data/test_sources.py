@@ -325,3 +325,82 @@ def test_a_hub_data_set_that_cannot_be_reached():
     with pytest.raises(DataError, match="hf://owner/that-is-not-here") as caught:
         list(read_rows(SourceConfig(path="hf://owner/that-is-not-here")))
     assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_stands_twice_loses_nothing_in_silence(tmp_path):
+    row = '{"text": "one", "text": "two"}'
+    (tmp_path / "a.jsonl").write_text(f'{row}\n{{"text": "b"}}\n')
+    (tmp_path / "a.json").write_text(f'[{row}, {{"text": "b"}}]')
+    for name in ("a.jsonl", "a.json"):
+        (bad, _), (good, _) = read(tmp_path / name)
+        assert isinstance(bad, BadRow)
+        assert "key 'text' stands there twice" in str(bad)
+        assert good == {"text": "b"}
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="more than one column 'text'"):
+        read(tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text(",,text\n0,1,a\n")
+    ((row, _),) = read(tmp_path / "a.csv")
+    assert row["text"] == "a"
+
+
+def test_json_at_the_limits_of_python(tmp_path):
+    path = tmp_path / "a.jsonl"
+    huge, deep = "9" * 5000, "[" * 10**5 + "]" * 10**5
+    path.write_text(f'{{"text": "a", "n": {huge}}}\n{{"n": {deep}}}\n{{"text": "b"}}\n')
+    (first, _), (bad, _), (last, _) = read(path)
+    assert first["n"] == 10**5000 - 1
+    assert "nested too deeply" in str(bad)
+    assert last == {"text": "b"}
+
+
+def test_arrow_values_that_python_does_not_have(tmp_path):
+    path = tmp_path / "a.parquet"
+    days = pa.array([10**9, 1], pa.date32())
+    pyarrow.parquet.write_table(pa.table({"text": ["a", "b"], "day": days}), path)
+    assert [row["text"] for row, _ in read(path)] == ["a", "b"]
+    offsets = pa.array([0, 1, 3], pa.int32()).buffers()[1]
+    text = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"a\xff\xfe")])
+    pyarrow.parquet.write_table(pa.table({"text": text}), path)
+    (good, _), (bad, where) = read(path)
+    assert good == {"text": "a"}
+    assert where == f"{path}:row 2"
+    assert "column 'text' holds byte 0xff, which is not UTF-8" in str(bad)
+
+
+def test_utf_16_and_utf_32_are_told_apart(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for encoding in ("utf-16", "utf-32"):
+        path.write_bytes('{"text": "a"}\n'.encode(encoding))
+        with pytest.raises(DataError, match=f"is {encoding.upper()}, not UTF-8"):
+            read(path)
+
+
+def test_data_sets_that_datasets_saved(tmp_path):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.load_from_disk(str(tmp_path / "one")).map(lambda row: {"text": row["text"] + "!"})
+    assert len(list((tmp_path / "one").glob("*.arrow"))) == 2  # the second is the cache of `map`
+    assert [file.name for file in find_files(str(tmp_path / "one"))] == ["data-00000-of-00001.arrow"]
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(DataError, match=r"splits test, train .*; name the one that is meant"):
+        find_files(str(tmp_path / "splits"))
+    assert len(find_files(str(tmp_path / "splits" / "train"))) == 1
+    datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "single"))
+    assert len(find_files(str(tmp_path / "single"))) == 1
+
+
+def test_a_link_back_into_a_directory_doubles_no_rows(tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "d" / "again").symlink_to("../d")
+    assert [file.name for file in find_files(str(tmp_path / "d"))] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(("path", "words"), [("", "no file is named"), ("hf://", "no name of a data set")])
+def test_a_path_that_names_nothing(path, words):
+    with pytest.raises(DataError, match=words):
+        list(read_rows(SourceConfig(path=path)))

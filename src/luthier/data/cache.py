@@ -26,7 +26,7 @@ from luthier.errors import DataError
 from luthier.hf.render import Tokenizer
 from luthier.hf.tokenizer import fingerprint
 
-VERSION = 1
+VERSION = 2
 """Raise it when the same rows become other samples, or the arrays change: no older entry is then found."""
 
 _TOLD_EVERY = 256

@@ -56,10 +56,40 @@ def without_null_keys(value: Any) -> Any:
 def _rows(batches: Iterator[Any], path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
     number = 0
     for batch in batches:
+        doubled = sorted({name for name in batch.schema.names if batch.schema.names.count(name) > 1})
+        if doubled:
+            raise DataError(f"there is more than one column {doubled[0]!r}", where=str(path))
         for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
-            for row in batch.slice(start, _ROWS_AT_ONCE).to_pylist():
+            piece = batch.slice(start, _ROWS_AT_ONCE)
+            for row in _values(piece):
                 number += 1
-                yield {key: without_null_keys(value) for key, value in row.items()}, Origin(str(path), number, "row")
+                yield row, Origin(str(path), number, "row")
+
+
+def _values(batch: Any) -> Iterator[dict[str, Any] | BadRow]:
+    """Rows of a batch; one with a text that is not UTF-8 comes as a BadRow."""
+    try:
+        rows = batch.to_pylist()
+    except (ValueError, OverflowError):  # one value spoils the conversion of all
+        for index in range(batch.num_rows):
+            yield _value_by_value(batch, index)
+        return
+    for row in rows:
+        yield {key: without_null_keys(value) for key, value in row.items()}
+
+
+def _value_by_value(batch: Any, index: int) -> dict[str, Any] | BadRow:
+    row = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            row[name] = without_null_keys(column[index].as_py())
+        except UnicodeDecodeError as error:
+            what = f"column {name!r} holds byte 0x{error.object[error.start]:02x}, which is not UTF-8"
+            return BadRow(what, reason="not UTF-8")
+        except (ValueError, OverflowError):
+            # a date that Python does not have: it stands for itself, so that a column nobody asks for changes nothing
+            row[name] = column[index]
+    return row
 
 
 def _seekable(path: Path, stream: BinaryIO) -> Any:

@@ -102,6 +102,7 @@ def _separator(line: str) -> str:
 
 
 def _check_header(header: list[str], path: Path) -> None:
-    doubled = sorted({name for name in header if header.count(name) > 1})
+    # columns without a name (an index that was written along) cannot be asked for
+    doubled = sorted({name for name in header if name and header.count(name) > 1})
     if doubled:
         raise DataError(f"the header names column {doubled[0]!r} more than once", where=f"{path}:1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import json
 import os
 from pathlib import Path
 
@@ -25,8 +26,9 @@ KINDS = {
 """Suffix -> how the file is read."""
 _NOTES = (".md",)
 """Suffixes that in a directory are taken for notes about the data; named outright they are text."""
-_SAVED_DATASET = ("dataset_info.json", "state.json", "dataset_dict.json")
-"""What `datasets` writes beside its Arrow files."""
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+_SAVED_DATASET = ("dataset_info.json", _SAVED, _SAVED_SPLITS)
+"""What `datasets` writes beside its Arrow files when it saves a data set, or one of several splits."""
 
 
 def kind_of(path: Path) -> str | None:
@@ -46,6 +48,8 @@ def find_files(path: str) -> list[Path]:
     Raises:
         DataError: there is nothing there, or nothing that can be read as rows.
     """
+    if not path.strip():
+        raise DataError("no file is named", where="data.*.path", remedy="name a file, a directory or a glob")
     start = Path(path).expanduser()
     if start.is_dir():
         return _in_directory(start, path)
@@ -69,16 +73,45 @@ def _in_directory(directory: Path, path: str) -> list[Path]:
         raise DataError(f"cannot be read ({error.strerror})", where=str(error.filename)) from error
 
     files = []
+    seen: set[str] = set()
     for root, folders, names in os.walk(directory, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        if (real := os.path.realpath(root)) in seen:  # a link back into the directory: its rows are here already
+            folders.clear()
+            continue
+        seen.add(real)
+        if _SAVED_SPLITS in names:
+            _refuse_splits(Path(root), folders)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        saved = _saved_files(Path(root, _SAVED)) if _SAVED in names else None
         for name in names:
             file = Path(root, name)
             known = kind_of(file) is not None and file.suffix.lower() not in _NOTES
+            if saved is not None:
+                known = name in saved
             if known and not name.startswith(".") and name not in _SAVED_DATASET:
                 files.append(file)
     if not files:
         raise DataError("the directory holds no file of rows", where=path, remedy=f"these can be read: {_known()}")
     return sorted(files, key=lambda file: file.relative_to(directory).parts)
+
+
+def _refuse_splits(directory: Path, folders: list[str]) -> None:
+    """Several splits saved together are not one source: what is held out in one would be trained on."""
+    splits = sorted(name for name in folders if (directory / name / _SAVED).is_file())
+    if len(splits) > 1:
+        raise DataError(
+            f"holds the splits {', '.join(splits)} of a saved data set",
+            where=str(directory),
+            remedy=f"name the one that is meant, as in {directory / splits[-1]}",
+        )
+
+
+def _saved_files(state: Path) -> set[str] | None:
+    """The files that are the rows of a saved data set; what else lies there is `datasets`' cache."""
+    try:
+        return {file["filename"] for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # a file of that name which `datasets` did not write
 
 
 def _require_kind(file: Path) -> None:
@@ -93,7 +126,7 @@ def _known() -> str:
 
 def _nearest(missing: Path) -> str | None:
     try:
-        names = os.listdir(missing.parent)
+        names = [name for name in os.listdir(missing.parent) if name != missing.name]
     except OSError:
         return None
     near = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ def load(source: SourceConfig, streaming: bool) -> Any:
     import datasets  # slow to import, and only needed here
 
     name, _, revision = source.path.removeprefix(PREFIX).removeprefix("datasets/").partition("@")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise DataError("is no name of a data set", where=source.path, remedy="write hf://owner/name")
     try:
         return datasets.load_dataset(
             name, source.subset, split=source.split, revision=revision or None, streaming=streaming

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,33 @@ from luthier.data.sources.origin import Origin
 from luthier.errors import DataError
 
 _BLANK = re.compile(r"[ \t\r\n]*")
+
+
+class _DoubledKeyError(ValueError):
+    """An object that names a key twice: whichever value were taken, the other would be lost in silence."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _DoubledKeyError(f"key {next(name for name in names if names.count(name) > 1)!r} stands there twice")
+    return made
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:  # Python reads no more than 4,300 digits unless it is told to
+        allowed = sys.get_int_max_str_digits()
+        sys.set_int_max_str_digits(0)
+        try:
+            return int(text)
+        finally:
+            sys.set_int_max_str_digits(allowed)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
@@ -28,10 +56,14 @@ def read_jsonl(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
 
 def _parse(line: str) -> dict[str, Any] | BadRow:
     try:
-        return _checked(json.loads(line))
+        return _checked(_DECODER.decode(line))
     except json.JSONDecodeError as error:
         return BadRow(f"is not JSON: {_reason(error)} at column {error.colno}", reason="not JSON")
-    except (RecursionError, ValueError) as error:
+    except _DoubledKeyError as error:
+        return BadRow(str(error), reason="a key that stands there twice")
+    except RecursionError:
+        return BadRow("is nested too deeply to be read", reason="not JSON")
+    except ValueError as error:
         return BadRow(f"is not JSON that can be read: {error}", reason="not JSON")
 
 
@@ -42,7 +74,6 @@ def read_json(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
         DataError: the file is not JSON; names the line.
     """
     text = whole_text(path)
-    decoder = json.JSONDecoder()
     place, line, counted = _skip(text, 0), 1, 0
     in_list = text[place : place + 1] == "["
     if in_list:
@@ -56,11 +87,15 @@ def read_json(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
         line += text.count("\n", counted, place)
         counted = place
         try:
-            value, end = decoder.raw_decode(text, place)
+            value, end = _DECODER.raw_decode(text, place)
         except json.JSONDecodeError as error:
             raise _broken(path, text, error.pos, _reason(error)) from error
-        except (RecursionError, ValueError) as error:
-            raise _broken(path, text, place, str(error)) from error
+        except _DoubledKeyError as error:
+            # the place of the key is not known, but the object is JSON otherwise, so the next one can be found
+            fault = BadRow(str(error), reason="a key that stands there twice")
+            value, end = fault, json.JSONDecoder(parse_int=_integer).raw_decode(text, place)[1]
+        except RecursionError as error:
+            raise _broken(path, text, place, "nested too deeply to be read") from error
         number += 1
         bad = not_utf8(text[place:end])
         yield bad or _checked(value), Origin(str(path), number, "row") if in_list else Origin(str(path), line)
@@ -74,7 +109,7 @@ def read_json(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
 
 
 def _checked(value: Any) -> dict[str, Any] | BadRow:
-    if isinstance(value, dict):
+    if isinstance(value, dict | BadRow):
         return value
     kind = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}.get(type(value), "a number")
     return BadRow(f"is {kind}, where an object with columns belongs", reason="not an object")

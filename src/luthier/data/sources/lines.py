@@ -17,7 +17,11 @@ import pyarrow
 from luthier.data.report import BadRow
 from luthier.errors import DataError
 
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_WIDE = (
+    *((codecs.BOM_UTF32_LE, 32), (codecs.BOM_UTF32_BE, 32)),
+    *((codecs.BOM_UTF16_LE, 16), (codecs.BOM_UTF16_BE, 16)),
+)
+"""Byte-order marks of encodings that are not read; that of UTF-32 begins like that of UTF-16."""
 _ESCAPED = re.compile("[\udc80-\udcff]")
 _ICONV = "convert it with iconv -f {} -t utf-8, or leave such rows out with data.on_bad_row: skip"
 
@@ -54,12 +58,12 @@ def lines(path: Path) -> Iterator[tuple[int, str | BadRow]]:
     UTF-8 comes as a BadRow, so that the reader can go on after it.
 
     Raises:
-        DataError: the file cannot be read, or is UTF-16.
+        DataError: the file cannot be read, or is UTF-16 or UTF-32.
     """
     with opened(path) as stream:
         for number, line in enumerate(stream, start=1):
             if number == 1:
-                _refuse_utf16(line, path)
+                _refuse_wide(line, path)
                 line = line.removeprefix(codecs.BOM_UTF8)
             text = line.decode("utf-8", errors="surrogateescape")
             yield number, not_utf8(text) or text
@@ -87,14 +91,16 @@ def whole_text(path: Path) -> str:
     """All of a file without its byte-order mark; bytes that are not UTF-8 are in it as `not_utf8` knows them.
 
     Raises:
-        DataError: it cannot be read, or is UTF-16.
+        DataError: it cannot be read, or is UTF-16 or UTF-32.
     """
     with opened(path) as stream:
         data = stream.read()
-    _refuse_utf16(data, path)
+    _refuse_wide(data, path)
     return data.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="surrogateescape")
 
 
-def _refuse_utf16(start: bytes, path: Path) -> None:
-    if start.startswith(_UTF16):
-        raise DataError("is UTF-16, not UTF-8", where=str(path), remedy="convert it with iconv -f utf-16 -t utf-8")
+def _refuse_wide(start: bytes, path: Path) -> None:
+    bits = next((bits for mark, bits in _WIDE if start.startswith(mark)), None)
+    if bits is not None:
+        remedy = f"convert it with iconv -f utf-{bits} -t utf-8"
+        raise DataError(f"is UTF-{bits}, not UTF-8", where=str(path), remedy=remedy)
