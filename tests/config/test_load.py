@@ -402,3 +402,28 @@ def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("train.epochs=nan", "train.epochs: must be a finite number"),
+        ("train.epochs=inf", "train.epochs: must be a finite number"),
+        ("optimizer.learning_rate=nan", "optimizer.learning_rate: must be a finite number"),
+        ("schedule.warmup=.inf", "schedule.warmup: must be a finite number"),
+        (f"seed={2**63}", "seed: must be less than"),
+        ("generation.temperature=1e-300", "must be 0 or at least 0.001; 0 takes the likeliest token"),
+        ("generation.temperature=-1", "must be 0 or at least 0.001"),
+        ("model=", "model: is empty"),
+        ("tokenizer=", "tokenizer: is empty"),
+        ("data.train.path=", "path: is empty"),
+        ("data.chat_template=", "data.chat_template: is empty"),
+        ("output=", "output: is empty; name a directory"),
+        (f"adapter={'[' * 3000}", "nested too deeply"),
+    ],
+)
+def test_values_that_no_run_could_have(override: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override], model="debug:llama", data="rows.jsonl")
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)

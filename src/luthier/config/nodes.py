@@ -70,6 +70,10 @@ def compose(text: str, origin: str) -> yaml.Node | None:
             node = loader.get_single_node()
         finally:
             loader.dispose()
+        if node is not None:
+            _check(node, origin, ())
+    except RecursionError:
+        raise ConfigError("is nested too deeply to be read", where=origin) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{origin}:{mark.line + 1}" if mark else origin
@@ -82,8 +86,6 @@ def compose(text: str, origin: str) -> yaml.Node | None:
         raise ConfigError(
             f"is not YAML: the character #x{error.character:04x} is not allowed", where=f"{origin}:{line}"
         ) from None
-    if node is not None:
-        _check(node, origin, ())
     return node
 
 

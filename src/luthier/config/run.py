@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from luthier.config.sections import (
     AdamWConfig,
@@ -49,7 +49,14 @@ class RunConfig(Section):
     report: ReportConfig = Field(default_factory=ReportConfig)
     output: Path = Path("runs/latest")
     """The run directory: config.yaml, metrics.jsonl, log.txt, checkpoints/, export/."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    @field_validator("output", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        if value == "":
+            raise ValueError("is empty; name a directory, . for this one")
+        return value
 
     @field_validator("output")
     @classmethod

@@ -21,14 +21,16 @@ from pydantic import (
 )
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 """Text that may name a file: a leading `~` is the home directory; relative paths start at the working directory."""
 
 
 class Section(BaseModel):
     """Unknown keys are errors, and so are values of another type than the field's."""
 
-    model_config = ConfigDict(extra="forbid", strict=False, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=False, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     shorthand: ClassVar[str | None] = None
     """The key that is meant when a bare text or list stands where this section is expected."""
@@ -327,11 +329,17 @@ class ReportConfig(Section):
     """Steps between rows of metrics.jsonl."""
 
 
+def _no_underflow(value: float) -> float:
+    if value < 0.0 or 0.0 < value < 1e-3:
+        raise ValueError("must be 0 or at least 0.001; 0 takes the likeliest token")
+    return value
+
+
 class GenerationConfig(Section):
     """How `luthier generate` and `luthier chat` sample."""
 
     max_new_tokens: PositiveInt = 256
-    temperature: NonNegativeFloat = 0.0
+    temperature: Annotated[float, AfterValidator(_no_underflow)] = 0.0
     """0 takes the likeliest token."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: NonNegativeInt = 0
