@@ -116,8 +116,8 @@ def _file_node(path: Path) -> yaml.MappingNode:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        remedy = "an override is written key.path=value" if "=" in where else None
-        raise ConfigError("there is no such file", where=where, remedy=remedy) from None
+        override = "an override is written key.path=value" if "=" in where else None
+        raise ConfigError("there is no such file", where=where, remedy=override) from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError("is not UTF-8 text", where=f"{where}:{line}", remedy="save it as UTF-8") from None
