@@ -111,3 +111,36 @@ def test_the_gguf_brings_tokenizer_and_template(smollm2: str) -> None:
     text = tokenizer.decode(render(tokenizer, TALK))
     assert text.endswith("<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\nFine — thanks.<|im_end|>\n")
     assert stop_token_ids(tokenizer) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
+def test_a_directory_of_a_tokenizer_alone(tmp_path: Path) -> None:
+    debug_tokenizer().save_pretrained(str(tmp_path))
+    assert not (tmp_path / "config.json").exists()
+    loaded = load_tokenizer(resolve("debug:llama"), tokenizer=str(tmp_path))
+    assert loaded("Hello there")["input_ids"] == debug_tokenizer()("Hello there")["input_ids"]
+    with pytest.raises(ModelError, match=r"^model: the directory .* has no config\.json"):
+        resolve(str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"^tokenizer: the directory .* has no tokenizer_config\.json"):
+        load_tokenizer(resolve("debug:llama"), tokenizer=str(tmp_path / "empty"))
+    with pytest.raises(ModelError, match=r"^tokenizer: "):
+        load_tokenizer(resolve("debug:llama"), tokenizer="./none/such/place")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "is empty"),
+        ("{% for m in messages %}\n{{ m.content }}", "is not Jinja: Unexpected end of template"),
+        ("{{ messages[0 }}", "is not Jinja"),
+        ("{% nonsense %}", "is not Jinja: Encountered unknown tag 'nonsense', in line 1"),
+    ],
+)
+def test_a_template_that_is_none_is_refused_before_any_row(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "t.jinja"
+    path.write_text(text)
+    with pytest.raises(ModelError, match=r"^data\.chat_template: ") as caught:
+        load_tokenizer(resolve("debug:llama"), chat_template=str(path))
+    assert told in str(caught.value)
+    path.write_text(TAGGED + "{% for m in messages %}{% break %}{% endfor %}")
+    assert load_tokenizer(resolve("debug:llama"), chat_template=str(path)).chat_template == path.read_text()

@@ -15,7 +15,7 @@ from typing import Any
 from luthier.data.report import BadRow
 from luthier.errors import DataError, UserError
 from luthier.hf.render import Encoder
-from luthier.hf.tokenizer import has_generation_tags, render_text, render_with_mask
+from luthier.hf.tokenizer import has_generation_tags, render_text, render_with_mask, require_template
 
 Message = Mapping[str, Any]
 _SENTINEL = "Zq7x"
@@ -64,6 +64,7 @@ class Masker:
     """
 
     def __init__(self, encoder: Encoder) -> None:
+        require_template(encoder.tokenizer)
         self._encoder = encoder
         self._tags = has_generation_tags(encoder.tokenizer)
         self._ends = self._learn_ends()

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,12 +29,15 @@ from huggingface_hub.errors import (
 )
 from transformers import AutoConfig, PreTrainedConfig
 
-from luthier.errors import ModelError
+from luthier.errors import ModelError, UserError
 
 EXPORT_MARK = "luthier_export.json"
 """The file that says a directory is an export of ours: it may be replaced, and names its tokenizer's fingerprint."""
 
 _FORMS = "give a Hub id (owner/name), a directory, a .gguf file, package:NAME/FILE, or debug:TYPE"
+_MODEL_FILES = ("config.json", "adapter_config.json")
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "config.json")
+"""Any of these makes a directory one of a model, or of a tokenizer."""
 _CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
@@ -70,18 +74,22 @@ class ModelSource:
         return {"revision": self.revision} if self.repo is not None and self.revision is not None else {}
 
 
-def resolve(model: str, *, revision: str | None = None) -> ModelSource:
+def resolve(model: str, *, revision: str | None = None, where: str = "model") -> ModelSource:
     """Tell what a model string means.
 
     Args:
         model: a Hub id (hf:// in front is allowed), a directory, a .gguf file, `package:NAME/FILE`, or `debug:TYPE`.
         revision: branch, tag or commit; only a Hub id has one.
+        where: the field that names it; of a directory that "tokenizer" names, the tokenizer's files are enough.
 
     Raises:
         ModelError: there is no such file, directory, package or model type.
     """
     text = model.strip()
-    source = _resolve(text, revision)
+    try:
+        source = _resolve(text, revision, _TOKENIZER_FILES if where == "tokenizer" else _MODEL_FILES)
+    except ModelError as error:
+        raise named_by(error, where) from None
     if revision is not None and source.kind != "hub":
         raise ModelError(
             f"{text!r} is not a model of the Hub and has no revisions", where="revision", remedy="leave revision out"
@@ -89,7 +97,12 @@ def resolve(model: str, *, revision: str | None = None) -> ModelSource:
     return source
 
 
-def _resolve(text: str, revision: str | None) -> ModelSource:
+def named_by(error: ModelError, where: str) -> ModelError:
+    """The same error, told of the field that names the model ("model" where errors do not know)."""
+    return ModelError(error.what, where=where, remedy=error.remedy) if error.where == "model" else error
+
+
+def _resolve(text: str, revision: str | None, enough: Sequence[str]) -> ModelSource:
     if not text:
         raise ModelError("no model is named", where="model", remedy=_FORMS)
     if text.startswith("debug:"):
@@ -105,9 +118,9 @@ def _resolve(text: str, revision: str | None) -> ModelSource:
     if path.is_file():
         return _file(text, path, "gguf")
     if path.is_dir():
-        if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        if not any((path / name).is_file() for name in enough):
             raise ModelError(
-                f"the directory {text!r} has no config.json",
+                f"the directory {text!r} has no {enough[0]}",
                 where="model",
                 remedy="name the directory that was exported or downloaded with the model's files in it",
             )
@@ -259,9 +272,9 @@ def _has_safetensors(source: ModelSource) -> bool:
     )
 
 
-def explain(source: ModelSource, error: BaseException, what: str) -> ModelError:
+def explain(source: ModelSource, error: BaseException, what: str) -> UserError:
     """Turn what Transformers or the Hub raised for a model into one sentence with a remedy."""
-    if isinstance(error, ModelError):
+    if isinstance(error, UserError):  # raised by ourselves, so it says what is wrong already
         return error
     chain: list[BaseException] = []
     cause: BaseException | None = error

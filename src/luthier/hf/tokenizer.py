@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
@@ -21,7 +23,7 @@ from transformers import (
 )
 
 from luthier.errors import ModelError
-from luthier.hf.source import EXPORT_MARK, ModelSource, explain, refuse_remote_code, resolve
+from luthier.hf.source import EXPORT_MARK, ModelSource, explain, named_by, refuse_remote_code, resolve
 
 Message = Mapping[str, Any]
 
@@ -45,22 +47,24 @@ def load_tokenizer(
         ModelError: the model has no tokenizer, or it or the template cannot be read.
     """
     if tokenizer is not None:
-        source = resolve(tokenizer)
+        source = resolve(tokenizer, where="tokenizer")
     if source.kind == "debug":
         from luthier.hf.tiny import debug_tokenizer
 
         loaded: PreTrainedTokenizerBase = debug_tokenizer()
     else:
-        refuse_remote_code(source, trust_remote_code)
+        field = "tokenizer" if tokenizer is not None else "model"
         arguments = {"gguf_file": source.gguf_file} if source.gguf_file else {}
         try:
+            if source.path is None or (source.path / "config.json").is_file():  # a tokenizer alone has none
+                refuse_remote_code(source, trust_remote_code)
             loaded = AutoTokenizer.from_pretrained(
                 source.location, trust_remote_code=trust_remote_code, **arguments, **source.hub_arguments
             )
         except Exception as error:
             reason = explain(source, error, "the tokenizer")
             remedy = reason.remedy or "name another tokenizer (tokenizer: NAME)"
-            raise ModelError(reason.what, where=reason.where, remedy=remedy) from error
+            raise named_by(ModelError(reason.what, where=reason.where, remedy=remedy), field) from error
         loaded = _as_exported(source, loaded)
     if chat_template is not None:
         loaded.chat_template = read_template(chat_template)
@@ -88,12 +92,24 @@ def read_template(path: str) -> str:
     Raises:
         ModelError: it is not there, or is no text.
     """
+    where = "data.chat_template"
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ModelError(f"the chat template {path!r} cannot be read", where="data.chat_template") from error
+        what = f"the chat template {path!r} cannot be read ({error.strerror})"
+        raise ModelError(what, where=where, remedy="name a Jinja file") from error
     except UnicodeDecodeError as error:
-        raise ModelError(f"the chat template {path!r} is not UTF-8 text", where="data.chat_template") from error
+        raise ModelError(f"the chat template {path!r} is not UTF-8 text", where=where) from error
+    if not text.strip():
+        raise ModelError(f"the chat template {path!r} is empty", where=where, remedy="name another Jinja file")
+    try:
+        # the tags that Transformers adds to Jinja are tags of its own there, and plain ones for this check
+        plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text)
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except jinja2.TemplateSyntaxError as error:
+        what = f"the chat template {path!r} is not Jinja: {str(error.message).rstrip('.')}, in line {error.lineno}"
+        raise ModelError(what, where=where, remedy="mend it") from error
+    return text
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -123,7 +139,7 @@ def render_text(
     Raises:
         ModelError: there is no template, or it refuses the conversation; its own words are in the message.
     """
-    _require_template(tokenizer)
+    require_template(tokenizer)
     try:
         text = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -201,7 +217,12 @@ def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return template
 
 
-def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
+def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer without a chat template.
+
+    Raises:
+        ModelError: it has none.
+    """
     if not tokenizer.chat_template:
         raise ModelError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template",
