@@ -1,5 +1,6 @@
 """The numbers contract: loss, gradients and log-probabilities are those of plain Transformers, each document alone."""
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -11,10 +12,11 @@ from luthier.batch import Batch, Sample
 from luthier.config import LoraConfig
 from luthier.config.sections import SGDConfig
 from luthier.engine.build import DTYPES, build_state
+from luthier.engine.evaluate import evaluate
 from luthier.engine.logprobs import Head
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward
-from luthier.errors import ModelError
+from luthier.errors import DataError, ModelError
 from luthier.hf.source import resolve
 from luthier.hf.tiny import debug_config
 from tests.oracles.plain import gradient_error, gradient_errors, plain_model, save_strong, weighted_sum
@@ -145,6 +147,36 @@ def test_documents_that_a_model_would_mix_are_refused(models: dict[str, Path]) -
     with pytest.raises(ModelError, match="5 documents in one batch"):
         forward_backward(state, Batch.pack(documents()))
     forward_backward(state, Batch.pack(documents()[:1]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids", "told"),
+    [
+        ("llama", [5, 6, 100_000], "row 1: token 100000 is not among the model's"),
+        ("llama", [5, -100, 6], "row 1: token -100 is not among"),
+        ("gpt2", [5] * 1026, "row 1: the row is longer than the 1,024 positions"),
+        ("opt", [5] * 2050, "row 1: the row is longer than the 2,048 positions"),
+    ],
+)
+def test_what_a_model_cannot_read_is_named(kind: str, ids: list[int], told: str) -> None:
+    state = ready(f"debug:{kind}", "fp32")
+    samples = [Sample.from_ids(row, [1.0] * len(row), f"row {n}") for n, row in enumerate([[1, 2, 3], ids])]
+    batches = [Batch.pack(samples)] if not state.packing_fault else [Batch.pack([sample]) for sample in samples]
+    with pytest.raises(DataError, match=told):
+        run(state, batches, 1.0)
+    with pytest.raises(DataError, match=told):
+        evaluate(state.model, state.head, batches, state.device)
+    # The longest that fits does fit.
+    if len(ids) > 3:
+        forward_backward(state, Batch.pack([Sample.from_ids(ids[:-1], [1.0] * (len(ids) - 1))]))
+
+
+def test_targets_that_are_not_trained_on_may_be_anything(models: dict[str, Path]) -> None:
+    state = ready(models["qwen3"], "fp64")
+    sample = documents()[0]
+    masked = replace(sample, targets=np.where(sample.weights == 0, -100, sample.targets))
+    expected, _ = run(state, [Batch.pack([sample])], 1.0)
+    assert run(state, [Batch.pack([masked])], 1.0)[0] == expected
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])

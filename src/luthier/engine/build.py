@@ -21,6 +21,7 @@ from luthier.hf.allocator import tune_allocator
 from luthier.hf.anatomy import describe
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import packing_is_exact
+from luthier.hf.limits import limits_of
 from luthier.hf.load import DTYPES, load_model
 from luthier.hf.source import ModelSource
 from luthier.optim.build import build_optimizer
@@ -160,4 +161,5 @@ def build_state(
         source=source,
         lora=report,
         packing_fault=packing_fault,
+        limits=limits_of(model),
     )

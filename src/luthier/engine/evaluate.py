@@ -12,6 +12,7 @@ import torch
 from luthier.batch import Batch
 from luthier.engine.logprobs import Head
 from luthier.hf.forward import hidden_states
+from luthier.hf.limits import limits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +75,18 @@ def evaluate(
         batches: microbatches with the rows' own weights (not divided by anything).
         device: where the model is.
         progress: called with the rows done so far.
+
+    Raises:
+        DataError: a row holds what the model cannot read.
     """
+    limits = limits_of(model)
     was_training = model.training
     model.eval()
     loss = weight = 0.0
     rows = tokens = trained = 0
     try:
         for cpu_batch in batches:
+            limits.check(cpu_batch)
             batch = cpu_batch.to(device)
             loss -= float((batch_logprobs(model, head, batch).double() * batch.weights[0]).sum())
             weight += batch.total_weight

@@ -13,6 +13,7 @@ from luthier.optim.optimizer import Optimizer
 if TYPE_CHECKING:
     from luthier.adapters import LoraReport
     from luthier.engine.logprobs import Head
+    from luthier.hf.limits import Limits
     from luthier.hf.source import ModelSource
 
 
@@ -51,6 +52,9 @@ class TrainState:
     """What was adapted; None in full fine-tuning."""
     packing_fault: str = ""
     """Why several documents cannot stand in one microbatch of this architecture; empty where they can."""
+
+    limits: Limits | None = None
+    """Which ids and how long rows the model can read; None = not known, so not checked."""
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:

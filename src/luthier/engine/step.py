@@ -65,8 +65,9 @@ def forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None 
 
     Raises:
         ModelError: the batch holds several documents, and this architecture would let them see one another.
+        DataError: a token is outside the model's vocabulary, or a document is longer than its positions.
     """
-    require_apart(state, batch)
+    require_readable(state, batch)
     batch = batch.to(state.device)
     chosen = batch.weights[0].nonzero().squeeze(-1)  # [n]
     dtype = state.head.dtype
@@ -88,12 +89,15 @@ def forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None 
     return ForwardBackward(value.detach(), full.detach())
 
 
-def require_apart(state: TrainState, batch: Batch) -> None:
-    """Refuse a batch whose documents the model would mix: its numbers would be wrong without a word.
+def require_readable(state: TrainState, batch: Batch) -> None:
+    """Refuse a batch that the model cannot read, or whose documents it would mix: wrong numbers without a word.
 
     Raises:
         ModelError: it holds more than one document and `state.packing_fault` says why that cannot be.
+        DataError: of a token or a length that the model does not have (`hf.limits`).
     """
+    if state.limits is not None:
+        state.limits.check(batch)
     if state.packing_fault and batch.documents > 1:
         raise ModelError(
             f"{type(state.model).__name__} cannot run {batch.documents} documents in one batch: {state.packing_fault}",

@@ -18,7 +18,7 @@ from luthier.engine.build import Precision, build_state, choose_device
 from luthier.engine.evaluate import Evaluation, batch_logprobs
 from luthier.engine.evaluate import evaluate as measure
 from luthier.engine.state import TrainState
-from luthier.engine.step import require_apart
+from luthier.engine.step import require_readable
 from luthier.hf.save import base_dtype, save_model
 from luthier.hf.source import resolve
 from luthier.hf.tokenizer import load_tokenizer
@@ -98,7 +98,7 @@ def pack(samples: Sequence[Sample], sequence_length: int, state: TrainState) -> 
 
 def logprobs(state: TrainState, batch: Batch) -> torch.Tensor:
     """[T] log-probabilities of a microbatch's targets, without gradients or dropout; 0 where the weight is 0."""
-    require_apart(state, batch)
+    require_readable(state, batch)
     training = state.model.training
     state.model.eval()
     try:

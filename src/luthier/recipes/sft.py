@@ -22,7 +22,7 @@ from luthier.engine.guards import bad_rows, first_bad_weight, non_finite_error
 from luthier.engine.identity import model_digest
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward, optim_step
-from luthier.errors import CheckpointError
+from luthier.errors import CheckpointError, ConfigError
 from luthier.hf.save import remove_leftovers
 from luthier.optim.schedules import factor
 from luthier.recipes.export import export_state, trainable_only
@@ -130,6 +130,13 @@ def open_run(config: RunConfig, directory: RunDirectory, resume: Resume, interru
     full = f"full fine-tuning of {sum(p.numel() for p in state.trainable.values()):,} parameters"
     logger.info("%s", state.lora or full)
     data = config.data
+    positions = state.limits.positions if state.limits is not None else None
+    if positions is not None and isinstance(rows, Rows) and int(rows.lengths.max()) > positions:
+        raise ConfigError(
+            f"there are rows of {int(rows.lengths.max()):,} tokens, and the model has {positions:,} positions",
+            where="data.sequence_length",
+            remedy=f"set it to {positions} or less",
+        )
     if data.packing and state.packing_fault:
         logger.warning("packing is off: %s", state.packing_fault)
         data = data.model_copy(update={"packing": False})
