@@ -371,3 +371,57 @@ def test_bad_row_says_where(tiny):
     fault = BadRow("is wrong", reason="wrong", remedy="mend it").at("a.jsonl:3")
     assert str(fault) == "a.jsonl:3: is wrong; mend it"
     assert fault.reason == "wrong"
+
+
+def test_roles_in_any_case(tiny, rows_of):
+    rows = rows_of(tiny, [{"messages": [{"role": "Human", "content": "a"}, {"role": "ASSISTANT", "content": "b"}]}])
+    assert spans(tiny, rows[0]) == ["b<|im_end|>"]
+    rows = rows_of(tiny, [{"conversations": [{"from": "Human", "value": "a"}, {"from": "GPT", "value": "b"}]}])
+    assert spans(tiny, rows[0]) == ["b<|im_end|>"]
+    assert "<|im_start|>user" in whole(tiny, rows[0])
+
+
+def test_what_a_message_says_under_another_name_is_not_taken_for_nothing(tiny, rows_of):
+    for row in (
+        {"conversations": [{"from": "human", "text": "a"}, {"from": "gpt", "text": "b"}]},
+        {"messages": [{"role": "user", "value": "a"}, {"role": "assistant", "value": "b"}]},
+    ):
+        with pytest.raises(DataError, match=r"message 1 of column '\w+' has no content \(keys: "):
+            rows_of(tiny, [row])
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    with pytest.raises(DataError, match="'messages' and 'conversations' both hold messages; say which with data"):
+        rows_of(tiny, [{**row, "conversations": row["messages"]}])
+    assert len(rows_of(tiny, [{**row, "conversations": None}])) == 1
+
+
+def test_calls_as_openai_once_wrote_them(tiny, rows_of):
+    call = {"name": "f", "arguments": '{"a": 1}'}
+    old = {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": None, "function_call": call},
+            {"role": "assistant", "content": "c", "function_call": None},
+        ],
+        "functions": [{"name": "f", "parameters": {}}],
+    }
+    new = {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]},
+            {"role": "assistant", "content": "c"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    }
+    assert ids_of(rows_of(tiny, [old])[0]) == ids_of(rows_of(tiny, [new])[0])
+    with pytest.raises(DataError, match="the function_call of message 1 has no name"):
+        rows_of(tiny, [{"messages": [{"role": "assistant", "function_call": "f"}]}])
+
+
+def test_reasoning_that_the_template_leaves_out_is_said(tiny, rows_of):
+    asked = {"role": "user", "content": "a"}
+    rows = rows_of(tiny, [{"messages": [asked, {"role": "assistant", "content": "b", "reasoning_content": "since"}]}])
+    assert rows.report.remarks == {"with reasoning that the chat template leaves out": 1}
+    assert spans(tiny, rows[0]) == ["b<|im_end|>"]
+    # nothing but reasoning, and that left out: the turn would teach the model to stop at once
+    with pytest.raises(DataError, match="no trained tokens left"):
+        rows_of(tiny, [{"messages": [asked, {"role": "assistant", "content": "", "reasoning_content": "since"}]}])

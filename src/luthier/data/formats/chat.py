@@ -10,7 +10,14 @@ from typing import Any
 from luthier.batch import Sample
 from luthier.config.sections import SourceConfig
 from luthier.data.formats.base import Row, Samples
-from luthier.data.formats.messages import message_weights, read_messages, read_tools, says_something
+from luthier.data.formats.messages import (
+    REASONING,
+    message_weights,
+    read_functions,
+    read_messages,
+    read_tools,
+    says_something,
+)
 from luthier.data.mask import Masker
 from luthier.data.report import BadRow
 from luthier.hf.render import Encoder, Tokenizer
@@ -32,12 +39,20 @@ class ChatFormat:
         self.remarks = self._turns.remarks
 
     def __call__(self, row: Row) -> Samples:
-        column = self._source.column or next((name for name in MESSAGE_COLUMNS if name in row), "messages")
+        filled = [name for name in MESSAGE_COLUMNS if row.get(name)]
+        if self._source.column is None and len(filled) > 1:
+            raise BadRow(
+                f"columns {' and '.join(map(repr, filled))} both hold messages",
+                reason="messages in more than one column",
+                remedy="say which with data.*.column",
+            )
+        found = filled or [name for name in MESSAGE_COLUMNS if name in row] or ["messages"]
+        column = self._source.column or found[0]
         if column not in row:
             seen = ", ".join(str(name) for name in row) or "none"
             raise BadRow(f"there is no column {column!r} (columns: {seen})", reason=f"column {column!r} is missing")
         messages = read_messages(row[column], column)
-        tools = read_tools(row.get("tools"), "tools")
+        tools = read_tools(row.get("tools"), "tools") or read_functions(row.get("functions"), "functions")
         return self._turns.sample(
             with_system(messages, row.get("system") or self._source.system_prompt),
             tools,
@@ -81,13 +96,14 @@ class Conversations:
         silent = not any(says_something(message) for message in messages if message["role"] == "assistant")
         if not heard or (silent and any(message["role"] == "assistant" for message in messages)):
             return None
+        shown = self._renderable(messages, tools)
+        heard_turns = self._remark_on_lost_reasoning(shown, tools)
         counted = [1.0] * (len(messages) - len(weights)) + list(weights)
         # an assistant turn without a word would teach the model to stop at once
         counted = [
             0.0 if message["role"] == "assistant" and not says_something(message) else weight
-            for message, weight in zip(messages, counted, strict=True)
+            for message, weight in zip(heard_turns, counted, strict=True)
         ]
-        shown = self._renderable(messages, tools)
         self._refuse_lost_tools(shown, tools)
         self._remark_on_lost_content(shown, tools)
         masked = self._masker(shown, tools, counted, train_on_input)
@@ -121,6 +137,21 @@ class Conversations:
     def _remark_on_lost_content(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> None:
         for role in self._masker.changed_content(messages, tools):
             self.remarks[f"with {role} text that the chat template leaves out or changes"] += 1
+
+    def _remark_on_lost_reasoning(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None
+    ) -> list[Mapping[str, Any]]:
+        """The messages without the reasoning that the template leaves out (of earlier turns most do, by design)."""
+        if not any(message.get(key) for message in messages for key in REASONING):
+            return list(messages)
+        text = self._masker.text(messages, tools)
+        kept: list[Mapping[str, Any]] = []
+        for message in messages:
+            lost = [key for key in REASONING if (said := message.get(key)) and str(said).strip() not in text]
+            kept.append({key: value for key, value in message.items() if key not in lost})
+            if lost:
+                self.remarks["with reasoning that the chat template leaves out"] += 1
+        return kept
 
     def _refuse_lost_tools(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> None:
         text = self._masker.text(messages, tools) if tools else ""

@@ -14,10 +14,16 @@ ROLES = {
     "chatgpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
+    "ai": "assistant",
     "observation": "tool",
     "function_response": "tool",
 }
-"""ShareGPT's and other names -> the role; any other name stays as it is."""
+"""ShareGPT's and other names -> the role, in any case; any other name stays as it is."""
+_ROLES = {"system", "user", "assistant", "tool", "function", "developer", "function_call"}
+_SILENT = {"role", "from", "name", "weight", "id", "tool_call_id"}
+"""Keys of a message that are nothing it says."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys that hold what the model thinks before it answers."""
 
 
 def read_messages(value: Any, column: str) -> list[dict[str, Any]]:
@@ -60,7 +66,7 @@ def says_something(message: Mapping[str, Any]) -> bool:
     """Whether an assistant message holds text, thinking or a tool call."""
     content = message.get("content")
     spoken = content.strip() if isinstance(content, str) else content
-    return bool(spoken or message.get("tool_calls") or message.get("reasoning_content") or message.get("thinking"))
+    return bool(spoken or message.get("tool_calls") or any(message.get(key) for key in REASONING))
 
 
 def read_tools(value: Any, column: str) -> list[Any] | None:
@@ -76,18 +82,38 @@ def read_tools(value: Any, column: str) -> list[Any] | None:
     return value or None
 
 
+def read_functions(value: Any, column: str) -> list[Any] | None:
+    """Functions, as OpenAI described them before there were tools, as tools.
+
+    Raises:
+        BadRow: it is something else.
+    """
+    functions = read_tools(value, column)
+    return [{"type": "function", "function": function} for function in functions] if functions else None
+
+
 def _message(item: Any, number: int, column: str) -> dict[str, Any]:
     if not isinstance(item, Mapping):
         raise _bad(f"message {number} of column {column!r} is no object with role and content")
     message = dict(item)
     if "role" not in message and "from" in message:
         message["role"] = message.pop("from")
-        message["content"] = message.pop("value", None)
+        if "value" in message:
+            message["content"] = message.pop("value")
     role = message.get("role")
     if not isinstance(role, str):
         raise _bad(f"message {number} of column {column!r} has no role (keys: {', '.join(map(str, item)) or 'none'})")
-    message["role"] = ROLES.get(role, role)
-    if role == "function_call":
+    folded = role.strip().casefold()
+    message["role"] = ROLES.get(folded, folded if folded in _ROLES else role)
+    _refuse_unknown_content(message, number, column)
+    if message.get("function_call") is not None and not message.get("tool_calls"):
+        # what OpenAI had before tool_calls
+        call = message["function_call"]
+        if not isinstance(call, Mapping) or "name" not in call:
+            raise _bad(f"the function_call of message {number} has no name and arguments")
+        message["tool_calls"] = [{"type": "function", "function": dict(call)}]
+    message.pop("function_call", None)
+    if message["role"] == "function_call":
         message["role"] = "assistant"
         message["tool_calls"] = _calls_of_text(message.get("content"), number)
         message["content"] = None
@@ -99,6 +125,15 @@ def _message(item: Any, number: int, column: str) -> dict[str, Any]:
     if message["content"] is None and "tool_calls" not in message:
         message["content"] = ""
     return message
+
+
+def _refuse_unknown_content(message: Mapping[str, Any], number: int, column: str) -> None:
+    """A message without `content` that says something under a name which no template reads would count as empty."""
+    if "content" in message or any(message.get(key) for key in ("tool_calls", "function_call", *REASONING)):
+        return
+    others = [str(key) for key, value in message.items() if key not in _SILENT and value]
+    if others:
+        raise _bad(f"message {number} of column {column!r} has no content (keys: {', '.join(map(str, message))})")
 
 
 def _content(content: Any, number: int, role: str) -> str | None:
