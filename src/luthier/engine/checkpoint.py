@@ -14,6 +14,8 @@ import re
 import shutil
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,9 @@ _COMMITTED = re.compile(r"step-(\d{6,})")
 _WRITING = ".writing-"
 _RECORD = "state.json"
 _TENSORS = "tensors"
+FILE_BYTES = 256 << 20
+"""A file of tensors ends before it would grow beyond this."""
+_USE_OLDER = "remove this directory to go on from an older one"
 
 
 def committed(directory: Path) -> list[Path]:
@@ -45,14 +50,42 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     """The JSON part of a checkpoint: counters, loader place, random states, what it was taken of."""
     try:
         record = json.loads((checkpoint / _RECORD).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError("is not a checkpoint", where=str(checkpoint), remedy=f"it holds no {_RECORD}") from None
-    except ValueError as error:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
-            f"{_RECORD} is damaged ({error})", where=str(checkpoint), remedy="remove this directory to use an older one"
+            f"is not a checkpoint: it holds no {_RECORD}", where=str(checkpoint), remedy=_USE_OLDER
         ) from None
-    assert isinstance(record, dict)
+    except ValueError as error:
+        raise _damaged(checkpoint, error) from None
+    if not isinstance(record, dict):
+        raise _damaged(checkpoint, TypeError("it holds no JSON object"))
     return record
+
+
+@contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """Around whatever looks into a record: a part that is missing or no such thing means that the record is damaged.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise _damaged(checkpoint, error) from error
+
+
+def _damaged(checkpoint: Path, error: Exception) -> CheckpointError:
+    reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    return CheckpointError(f"{_RECORD} is damaged ({reason})", where=str(checkpoint), remedy=_USE_OLDER)
+
+
+def _score(checkpoint: Path) -> float | None:
+    """The validation loss that a checkpoint was taken at; one whose record is damaged is nobody's best."""
+    try:
+        score = read_record(checkpoint).get("score")
+    except CheckpointError:
+        return None
+    return float(score) if isinstance(score, int | float) else None
 
 
 def check_unchanged(taken_of: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
@@ -187,7 +220,11 @@ class Checkpointer:
         try:
             stored = reader.read_metadata().state_dict_metadata
         except Exception as error:  # safetensors raises its own untyped errors for a damaged file
-            raise CheckpointError(f"tensors cannot be read ({error})", where=str(checkpoint)) from error
+            raise CheckpointError(
+                f"tensors cannot be read ({error})", where=str(checkpoint), remedy=_USE_OLDER
+            ) from error
+        if not stored:
+            raise CheckpointError("its tensors are missing", where=str(checkpoint), remedy=_USE_OLDER)
         tensors = self._tensors(state)
         if missing := sorted(tensors.keys() - stored.keys()) or sorted(stored.keys() - tensors.keys()):
             raise CheckpointError(
@@ -211,9 +248,10 @@ class Checkpointer:
                 dcp.load(dict(tensors), storage_reader=reader, no_dist=not torch.distributed.is_initialized())
             except (ValueError, RuntimeError, dcp.api.CheckpointException) as error:
                 raise CheckpointError(f"tensors do not fit ({error})", where=str(checkpoint)) from error
-        _restore_optimizer_scalars(state, record["optimizer"])
-        state.counters = Counters(**record["counters"])
-        randomness.restore(record["randomness"])
+        with reading(checkpoint):
+            _restore_optimizer_scalars(state, record["optimizer"])
+            state.counters = Counters(**record["counters"])
+            randomness.restore(record["randomness"])
         return record
 
     def _tensors(self, state: TrainState) -> dict[str, torch.Tensor]:
@@ -252,10 +290,9 @@ class Checkpointer:
         found = committed(self.directory)
         kept = set(found[-self._keep :])
         if self._keep_best:
-            scores = {path: read_record(path)["score"] for path in found}
-            scored = [path for path in found if scores[path] is not None]
-            if scored:
-                kept.add(min(scored, key=lambda path: scores[path]))
+            scores = {path: score for path in found if (score := _score(path)) is not None}
+            if scores:
+                kept.add(min(scores, key=lambda path: scores[path]))
         for path in found:
             if path not in kept:
                 self._remove(path)
@@ -268,7 +305,17 @@ class Checkpointer:
 
 
 def _write(tensors: dict[str, torch.Tensor], writing: Path) -> None:
-    writer = HuggingFaceStorageWriter(str(writing / _TENSORS), save_distributed=True)
+    # A file is serialised in memory before it is written, so one file for all would hold everything a second time.
+    files: dict[str, int] = {}
+    number, size = 1, 0
+    for name, tensor in tensors.items():
+        if size and size + tensor.nbytes > FILE_BYTES:
+            number, size = number + 1, 0
+        files[name] = number
+        size += tensor.nbytes
+    writer = HuggingFaceStorageWriter(
+        str(writing / _TENSORS), fqn_to_index_mapping=files if number > 1 else None, save_distributed=True
+    )
     dcp.save(dict(tensors), storage_writer=writer, no_dist=not torch.distributed.is_initialized())
 
 
