@@ -17,7 +17,7 @@ from luthier.config import LoraConfig, OptimizerConfig
 from luthier.engine.logprobs import Head
 from luthier.engine.state import TrainState
 from luthier.errors import ConfigError
-from luthier.hf.allocator import tune_allocator
+from luthier.hf.allocator import bound_kernel_cache, tune_allocator
 from luthier.hf.anatomy import describe
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import packing_is_exact
@@ -54,8 +54,14 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def choose_precision(asked: Precision | None, device: torch.device) -> Precision:
-    """The precision asked for, else bf16 where the device multiplies bf16 matrices in hardware, else fp32."""
+    """The precision asked for, else bf16 where the device multiplies bf16 matrices in hardware, else fp32.
+
+    Raises:
+        ConfigError: there is no such precision.
+    """
     if asked is not None:
+        if asked not in DTYPES:
+            raise ConfigError(f"{asked} is not offered", where="precision", remedy=f"use {' or '.join(DTYPES)}")
         return asked
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
@@ -88,6 +94,8 @@ def build_model(
         trust_remote_code: run code that the model's repository brings.
         seed: of the random initialisation, of the adapters and of the model.
     """
+
+    bound_kernel_cache()
 
     def prepare(model: Any) -> None:
         if adapter is not None:

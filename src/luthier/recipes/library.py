@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from pydantic import BaseModel, ValidationError
 
 from luthier.adapters import Merging, save_peft
 from luthier.batch import Batch, Sample
 from luthier.config import DataConfig, GenerationConfig, LoraConfig, OptimizerConfig, SourceConfig
 from luthier.config.sections import AdamWConfig
+from luthier.config.suggest import nearest
 from luthier.data.loader import Rows, build_rows
 from luthier.data.packing import microbatches
 from luthier.engine.build import Precision, build_state, choose_device
@@ -19,6 +21,7 @@ from luthier.engine.evaluate import Evaluation, batch_logprobs
 from luthier.engine.evaluate import evaluate as measure
 from luthier.engine.state import TrainState
 from luthier.engine.step import require_readable
+from luthier.errors import ConfigError
 from luthier.hf.save import base_dtype, save_model
 from luthier.hf.source import resolve
 from luthier.hf.tokenizer import load_tokenizer
@@ -81,8 +84,13 @@ def read_rows(state: TrainState, path: str, *, sequence_length: int = 1024, **so
 
     Returns:
         a sequence of `Sample`, with `report` saying what became of the rows.
+
+    Raises:
+        ConfigError: there is no such field, or its value is of another type.
+        DataError: the rows cannot be read.
     """
-    config = DataConfig(train=[SourceConfig(path=path, **source)], sequence_length=sequence_length)
+    train = [_section(SourceConfig, {"path": path, **source})]
+    config = _section(DataConfig, {"train": train, "sequence_length": sequence_length})
     rows = build_rows(config, "train", state.tokenizer)
     assert isinstance(rows, Rows)
     return rows
@@ -120,8 +128,11 @@ def generate(state: TrainState, prompt: str, *, seed: int = 0, **how: Any) -> st
         prompt: text.
         seed: of sampling.
         how: fields of `generation` (max_new_tokens, temperature, top_p, top_k).
+
+    Raises:
+        ConfigError: there is no such field, or its value is of another type.
     """
-    text, _ = answer(state.model, state.tokenizer, prompt, GenerationConfig(**how), seed=seed)
+    text, _ = answer(state.model, state.tokenizer, prompt, _section(GenerationConfig, how), seed=seed)
     return text
 
 
@@ -143,3 +154,19 @@ def save(state: TrainState, directory: str | Path, *, merge: bool = False) -> Pa
         dtype=base_dtype(state.source),
         transform=Merging(state.model),
     )
+
+
+SectionType = TypeVar("SectionType", bound=BaseModel)
+
+
+def _section(kind: type[SectionType], values: dict[str, Any]) -> SectionType:
+    """A section of the config from keyword arguments; what is wrong is said as of the YAML."""
+    for key in values.keys() - kind.model_fields.keys():
+        close = nearest(key, list(kind.model_fields))
+        remedy = f"did you mean {close!r}?" if close else f"there are {', '.join(kind.model_fields)}"
+        raise ConfigError("there is no such field", where=key, remedy=remedy)
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(first["msg"], where=".".join(map(str, first["loc"]))) from None
