@@ -114,6 +114,19 @@ def test_resuming_gives_the_same_batches_from_any_place(tmp_path, tiny, batch, s
         assert [told(step) for step in again] == unbroken[stop:]
 
 
+@pytest.mark.parametrize("batch", [{"rows_per_step": 5}, {"tokens_per_step": 70}], ids=str)
+def test_a_run_of_part_of_an_epoch_can_be_given_more(data, tiny, batch):
+    short = loader_of(data(), tiny, epochs=1.3, **batch)
+    first = list(short)
+    assert short.steps_total() == len(first)
+    longer = loader_of(data(), tiny, epochs=3, **batch)
+    longer.restore(short.state)
+    total = longer.steps_total()
+    steps = first + list(longer)
+    assert len(steps) == total == longer.steps_total()
+    assert Counter(row for step in steps for row in origins(step)) == dict.fromkeys(range(1, 38), 3)
+
+
 def test_the_place_moves_with_the_loop(data, tiny):
     loader = loader_of(data(), tiny, rows_per_step=10)
     for step in loader:

@@ -113,16 +113,18 @@ class Loader:
         self._state = state
 
     def steps_total(self) -> int:
-        """Optimizer steps of the whole run, the last and smaller batch of each epoch included."""
+        """Optimizer steps of the whole run, the last and smaller batch of each epoch included.
+
+        Those before the present place are counted as they were taken: a run that ended in the middle of an epoch, and
+        now goes on for more epochs, has had a smaller batch there.
+        """
         if self._steps is not None:
             return self._steps
-        assert isinstance(self._rows, Rows)
-        whole, part = self._epoch_limits()
-        if self._count is not None:
-            per_epoch = -(-self._rows.epoch_rows // self._count)
-            return whole * per_epoch + -(-part // self._count)
-        limits = [self._rows.epoch_rows] * whole + ([part] if part else [])
-        return sum(self._steps_of(epoch, limit) for epoch, limit in enumerate(limits))
+        epoch, position, steps = self._state.epoch, self._state.position, self._state.step
+        while (limit := self._limit(epoch)) > 0:
+            steps += self._steps_of(epoch, position, limit)
+            epoch, position = epoch + 1, 0
+        return steps
 
     def __iter__(self) -> Iterator[StepBatch]:
         """The batches from the present place to the end of the run; the place moves along."""
@@ -172,7 +174,7 @@ class Loader:
             while position < limit:
                 end = self._end(position, limit, ends)
                 chosen = order[position:end]
-                done = end == limit
+                done = end == rows.epoch_rows  # not at a limit: a run of more epochs goes on from there
                 yield _Step(
                     lengths=[int(length) for length in rows.lengths[chosen]],
                     trained=int(rows.trained[chosen].sum()),
@@ -195,10 +197,13 @@ class Loader:
         before = int(ends[position - 1]) if position else 0
         return min(limit, max(position + 1, int(np.searchsorted(ends, before + self._tokens, side="right"))))
 
-    def _steps_of(self, epoch: int, limit: int) -> int:
+    def _steps_of(self, epoch: int, position: int, limit: int) -> int:
+        """Steps of an epoch from a place on."""
         assert isinstance(self._rows, Rows)
+        if self._count is not None:
+            return max(0, -(-(limit - position) // self._count))
         ends = np.cumsum(self._rows.lengths[self._rows.order(self._seed, epoch, self._data.shuffle)])
-        position = steps = 0
+        steps = 0
         while position < limit:
             position = self._end(position, limit, ends)
             steps += 1
