@@ -188,3 +188,28 @@ def test_a_fault_of_our_own_shows_its_traceback(
     out, err = capfd.readouterr()
     assert json.loads(out)["error"] == {"kind": "InternalError", "message": "ZeroDivisionError: division by zero"}
     assert "Traceback" in err
+
+
+def test_a_name_that_is_not_utf8_is_escaped_in_json(tmp_path: Path) -> None:
+    words = ["train", b"none\xff.yaml", "--json"]
+    done = subprocess.run([sys.executable, "-m", "luthier", *words], capture_output=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"]["where"] == "none\udcff.yaml"
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_prompt_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", "debug:llama", "--prompt", "caf\udce9"]) == 2
+    assert capsys.readouterr().err == "error: --prompt: is not UTF-8 text; give it as UTF-8\n"
+
+
+def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import luthier.config
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(luthier.config, "load_config", full)
+    assert main(["train", "run.yaml", "--json"]) == 2
+    answer = capsys.readouterr()
+    assert answer.err == "error: the disk: No space left on device; free some space\n"

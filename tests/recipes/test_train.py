@@ -340,3 +340,50 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, rows: Path, monkeypatch: pytes
 def test_must_resume_without_a_checkpoint_is_refused(tmp_path: Path, rows: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint to go on from"):
         train(config(tmp_path, rows, "run"), resume="must")
+
+
+def test_a_damaged_record_is_refused_by_name(tmp_path: Path, rows: Path) -> None:
+    run = config(tmp_path, rows, "run")
+    train(run)
+    checkpoint = committed(run.output / "checkpoints")[-1]
+    record = read_record(checkpoint)
+    broken: list[Any] = [[], {}, *({k: v for k, v in record.items() if k != key} for key in ("of", "course", "loader"))]
+    broken += [{**record, key: "x"} for key in ("of", "course", "loader", "counters", "randomness", "optimizer")]
+    for value in broken:
+        (checkpoint / "state.json").write_text(json.dumps(value))
+        with pytest.raises(
+            CheckpointError, match=r"state\.json is damaged .*remove this directory to go on from an older"
+        ):
+            train(run)
+    # one that is nobody's best does not stop the run either
+    older = committed(run.output / "checkpoints")[0]
+    (older / "state.json").write_text("{}")
+    (checkpoint / "state.json").write_text(json.dumps(record))
+    longer = run.model_copy(update={"train": run.train.model_copy(update={"epochs": 2.5})})
+    assert train(longer)["steps"] > record["counters"]["step"]
+    with pytest.raises(CheckpointError, match="steps, and the run now has"):
+        train(run.model_copy(update={"train": run.train.model_copy(update={"epochs": 1.0})}))
+
+
+def test_an_export_refuses_another_base_or_scale_than_was_trained(tmp_path: Path, rows: Path) -> None:
+    run = config(tmp_path, rows, "run")
+    train(run)
+    text = (run.output / "config.yaml").read_text()
+    for old, new, told in (
+        ("seed: 0", "seed: 1", "weights of the model was"),
+        ("alpha: null", "alpha: 64", "adapter.alpha was None and is 64"),
+    ):
+        assert text.count(old) == 1
+        (run.output / "config.yaml").write_text(text.replace(old, new))
+        with pytest.raises(CheckpointError, match=told):
+            export(run.output, output=tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_metrics_that_cannot_be_read_are_named(tmp_path: Path, rows: Path) -> None:
+    run = config(tmp_path, rows, "run")
+    train(run)
+    for line in (b"\xff\xfe", b"[]", b"5", b'{"step": null}', b"{}"):
+        (run.output / "metrics.jsonl").write_bytes(line + b"\n")
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl:1: is no row of metrics; take the line out"):
+            train(run)

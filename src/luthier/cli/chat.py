@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from luthier.cli.frame import AdapterOption, Answer, Arguments, JsonOption, ModelOption, run_config, verb
+from luthier.cli.frame import AdapterOption, Answer, Arguments, JsonOption, ModelOption, run_config, typed, verb
 
 app = verb("chat")
 
@@ -36,4 +36,4 @@ def chat(
 def _read_line() -> str:
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip()
+    return typed(sys.stdin.readline, "standard input")

@@ -6,12 +6,14 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from luthier.errors import UserError
 
 if TYPE_CHECKING:
     from luthier.config import RunConfig
@@ -91,6 +93,24 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
         else:
             overrides.append(argument)
     return path, overrides
+
+
+def typed(read: Callable[[], str], where: str) -> str:
+    """What somebody has typed or piped in, without the white space around it.
+
+    Args:
+        read: gives it.
+        where: names it in a message.
+
+    Raises:
+        UserError: it is not UTF-8.
+    """
+    try:
+        text = read().strip()
+        text.encode("utf-8")
+    except UnicodeError:
+        raise UserError("is not UTF-8 text", where=where, remedy="give it as UTF-8") from None
+    return text
 
 
 def to_json(result: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from luthier.cli.frame import AdapterOption, Answer, Arguments, JsonOption, ModelOption, run_config, verb
+from luthier.cli.frame import AdapterOption, Answer, Arguments, JsonOption, ModelOption, run_config, typed, verb
 from luthier.errors import UserError
 
 app = verb("generate")
@@ -28,8 +28,8 @@ def generate(
 ) -> Answer:
     """Answer prompts; `generation.temperature=0.7` and the like say how to sample."""
     config = run_config(arguments, model=model, defaults={"data": {}})
-    prompts = prompt or [sys.stdin.read().strip()]
-    if not all(prompts):
+    prompts = prompt or [typed(sys.stdin.read, "standard input")]
+    if not all(typed(text.strip, "--prompt") for text in prompts):
         raise UserError("there is nothing to answer", where="--prompt", remedy="give a text")
     from luthier.recipes.generate import generate
 

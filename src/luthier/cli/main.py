@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -20,6 +21,8 @@ from luthier.cli.frame import Answer, entries, to_json
 from luthier.errors import EXIT_USER_ERROR, UserError
 
 INTERRUPTED = 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a write ends with, without the name of the file, where there is no room."""
 
 VERBS = {
     "train": "Fine-tune a model on rows of text or conversations.",
@@ -103,9 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
             return 1
         except OSError as error:
-            if error.filename is None:
+            if error.filename is None and error.errno not in _FULL:
                 return _crash(error, out if as_json else None)
-            message = f"{os.fsdecode(error.filename)}: {error.strerror}"
+            place = os.fsdecode(error.filename) if error.filename is not None else "the disk"
+            message = f"{place}: {error.strerror}" + ("; free some space" if error.errno in _FULL else "")
             return _fail(message, {}, type(error).__name__, EXIT_USER_ERROR, out if as_json else None)
         except Exception as error:
             return _crash(error, out if as_json else None)
@@ -163,7 +167,8 @@ def _standard_output(*, reserved: bool) -> Iterator[TextIO]:
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     try:
-        with open(os.dup(kept), "w", encoding="utf-8") as out:
+        # names of files may hold bytes that are not UTF-8: JSON has an escape for them
+        with open(os.dup(kept), "w", encoding="utf-8", errors="backslashreplace") as out:
             yield out
     finally:
         sys.stdout = usual

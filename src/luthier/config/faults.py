@@ -81,6 +81,8 @@ def describe(error: pydantic_core.ErrorDetails, path: tuple[str, ...]) -> Fault:
         return Fault(path, f"must be {words} {_limit(context[key])}, not {_limit(value)}")
     if kind == "too_short":
         return Fault(path, f"needs at least {_items(context['min_length'])}, and has {context['actual_length']}")
+    if kind == "string_unicode":
+        return Fault(path, f"{shown(value)} holds bytes that are not UTF-8", "rename it, or give it as UTF-8")
     if kind == "string_too_short":
         return Fault(path, "is empty")
     if kind == "too_long":

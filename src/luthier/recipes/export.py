@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from luthier.adapters import Merging, save_peft
 from luthier.config import RunConfig
-from luthier.engine.checkpoint import Checkpointer, committed, read_record
+from luthier.engine.checkpoint import Checkpointer, check_unchanged, committed, read_record, reading
 from luthier.engine.state import TrainState
 from luthier.errors import CheckpointError, ConfigError
 from luthier.hf.save import base_dtype, replacing, save_model
 from luthier.hf.tokenizer import stop_token_ids
 from luthier.recipes.run_directory import RunDirectory
-from luthier.recipes.setup import prepare_process, state_of, tokenizer_of
+from luthier.recipes.setup import identity, prepare_process, state_of, tokenizer_of
 from luthier.report.card import model_card
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ def export(run: Path, *, output: Path, step: int | None = None, form: Form | Non
     state = state_of(config, device)
     state.tokenizer = tokenizer_of(config)
     checkpoints = Checkpointer(directory.checkpoints, trainable_only=trainable_only(config))
+    with reading(checkpoint):
+        _require_same_base(read_record(checkpoint)["of"], identity(config, state), checkpoint)
     record = checkpoints.load(state, checkpoint)
     return {
         "run": str(run),
@@ -100,13 +102,31 @@ def trainable_only(config: RunConfig) -> bool:
     return asked if asked is not None else config.adapter is not None
 
 
+def _require_same_base(taken_of: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
+    """Adapters on another base, or with another scale, would fit and be wrong: a config that was edited is refused.
+
+    The name of the model may have changed, since directories are moved. With another precision its weights cannot be
+    compared.
+    """
+
+    def matters(of: dict[str, Any]) -> dict[str, Any]:
+        facts = {key: value for key, value in of.items() if key.startswith("adapter")}
+        for key in ("adapter.dropout", "adapter.start_from"):
+            facts.pop(key, None)
+        if taken_of["train.precision"] == now["train.precision"]:
+            facts["weights of the model"] = of["model"].rpartition(" ")[2].strip("()")
+        return facts
+
+    check_unchanged(matters(taken_of), matters(now), checkpoint)
+
+
 def _checkpoint(run: RunDirectory, step: int | None) -> Path:
     found = committed(run.checkpoints)
     if not found:
         raise CheckpointError("there is no checkpoint to export", where=str(run.checkpoints))
     if step is None:
         return found[-1]
-    steps = {read_record(path)["counters"]["step"]: path for path in found}
+    steps = {int(path.name.rpartition("-")[2]): path for path in found}
     if step not in steps:
         there = ", ".join(map(str, steps))
         raise CheckpointError(

@@ -10,6 +10,7 @@ import torch
 from luthier.config import LoraConfig, RunConfig
 from luthier.data.loader import Rows, StreamRows, build_rows
 from luthier.engine.build import build_model, build_state, choose_device, choose_precision
+from luthier.engine.identity import model_digest
 from luthier.engine.randomness import seed_everything
 from luthier.engine.state import TrainState
 from luthier.hf.source import ModelSource, resolve
@@ -87,3 +88,16 @@ def inference_model(config: RunConfig, device: torch.device, adapter: Path | Non
         seed=config.seed,
     )
     return model.eval()
+
+
+def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:
+    """What a checkpoint must have been taken of for this run to go on with it; the loader checks data and batch."""
+    adapter = config.adapter.model_dump(mode="json") if config.adapter is not None else {}
+    return {
+        "model": f"{config.model} ({model_digest(state.model)})",
+        "adapter": "LoRA" if config.adapter is not None else "none",
+        **{f"adapter.{key}": value for key, value in adapter.items()},
+        "optimizer.name": config.optimizer.name,
+        "train.precision": str(state.model.dtype).removeprefix("torch."),
+        "seed": config.seed,
+    }

@@ -16,10 +16,9 @@ import torch
 from luthier.config import RunConfig
 from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, StreamRows, iterate_once
 from luthier.engine import randomness
-from luthier.engine.checkpoint import Checkpointer, check_unchanged, read_record
+from luthier.engine.checkpoint import Checkpointer, check_unchanged, read_record, reading
 from luthier.engine.evaluate import Evaluation, evaluate
 from luthier.engine.guards import bad_rows, first_bad_weight, non_finite_error
-from luthier.engine.identity import model_digest
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward, optim_step
 from luthier.errors import CheckpointError, ConfigError
@@ -27,7 +26,7 @@ from luthier.hf.save import remove_leftovers
 from luthier.optim.schedules import factor
 from luthier.recipes.export import export_state, trainable_only
 from luthier.recipes.run_directory import Interruption, RunDirectory
-from luthier.recipes.setup import prepare_process, rows_of, state_of, tokenizer_of
+from luthier.recipes.setup import identity, prepare_process, rows_of, state_of, tokenizer_of
 from luthier.report.profile import Profiler
 from luthier.report.progress import stage
 from luthier.report.reporter import Reporter, run_log
@@ -272,11 +271,19 @@ def go_on(run: Run, checkpoint: Path) -> None:
         CheckpointError: it was taken of other data, another batch or another model.
     """
     record = read_record(checkpoint)
-    check_unchanged(record["of"], run.of, checkpoint)
-    run.loader.restore(LoaderState.from_dict(record["loader"]))
+    with reading(checkpoint):
+        check_unchanged(record["of"], run.of, checkpoint)
+        run.loader.restore(LoaderState.from_dict(record["loader"]))
+        run.total = run.loader.steps_total()
+        run.random_states = record["randomness"]
+        run.course = Course(**record["course"])
     run.checkpoints.load(run.state, checkpoint)
-    run.random_states = record["randomness"]
-    run.course = Course(**record["course"])
+    if run.state.counters.step > run.total:
+        raise CheckpointError(
+            f"was taken after {run.state.counters.step} steps, and the run now has {run.total}",
+            where=str(checkpoint),
+            remedy="give it as many steps again, or start anew with another output or --resume never",
+        )
     logger.info("going on from step %d", run.state.counters.step)
 
 
@@ -307,19 +314,6 @@ def finish(run: Run) -> dict[str, Any]:
         with stage("exporting"):
             summary |= export_state(run.config, run.state, run.stop_ids, run.directory.export, form, measured)
     return summary
-
-
-def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:
-    """What a checkpoint must have been taken of for this run to go on with it; the loader checks data and batch."""
-    adapter = config.adapter.model_dump(mode="json") if config.adapter is not None else {}
-    return {
-        "model": f"{config.model} ({model_digest(state.model)})",
-        "adapter": "LoRA" if config.adapter is not None else "none",
-        **{f"adapter.{key}": value for key, value in adapter.items()},
-        "optimizer.name": config.optimizer.name,
-        "train.precision": str(state.model.dtype).removeprefix("torch."),
-        "seed": config.seed,
-    }
 
 
 def due(every: int | None, step: int) -> bool:

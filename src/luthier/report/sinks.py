@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from luthier.errors import UserError
+from luthier.errors import ConfigError, UserError
 
 Values = Mapping[str, float | int]
 
@@ -35,7 +35,7 @@ class JsonlSink:
 
     def __init__(self, path: Path, *, step: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step] if step else []
+        kept = [line for number, line in _numbered_lines(path) if _step(path, number, line) <= step] if step else []
         # Written aside: a crash in between must not cost the rows so far.
         aside = path.with_name(path.name + ".writing")
         aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
@@ -53,11 +53,20 @@ class JsonlSink:
         self._file.close()
 
 
-def _whole_lines(path: Path) -> list[str]:
+def _numbered_lines(path: Path) -> list[tuple[int, str]]:
     if not path.exists():
         return []
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")  # what follows the last newline is half a row
-    return [line for line in lines if line]
+    # what follows the last newline is half a row
+    *lines, _ = path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+    return [(number, line) for number, line in enumerate(lines, start=1) if line]
+
+
+def _step(path: Path, number: int, line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        remedy = "take the line out, or move the file away"
+        raise ConfigError("is no row of metrics", where=f"{path}:{number}", remedy=remedy) from None
 
 
 class TensorBoardSink:
