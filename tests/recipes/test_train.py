@@ -112,6 +112,18 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(
     assert sorted(set(steps)) == list(range(1, whole["steps"] + 1))
 
 
+def test_a_run_of_part_of_an_epoch_is_given_more_and_ends_with_a_checkpoint(tmp_path: Path, rows: Path) -> None:
+    # 24 rows: one epoch of 5 steps, then 2 steps of 8 rows of which the last one is smaller
+    plain = {"data": {"train": str(rows), "sequence_length": 256}, "checkpoint": {}, "evaluation": {}}
+    short = config(tmp_path, rows, "run", train={"epochs": 1.3, "rows_per_step": 5, "precision": "fp32"}, **plain)
+    assert train(short)["steps"] == 7
+    longer = config(tmp_path, rows, "run", train={"epochs": 2, "rows_per_step": 5, "precision": "fp32"}, **plain)
+    summary = train(longer)
+    assert summary["steps"] == summary["steps_total"] == 11
+    newest = committed(tmp_path / "run" / "checkpoints")[-1]
+    assert read_record(newest)["counters"]["rows"] == 48
+
+
 @pytest.mark.parametrize("adapter", [{"rank": 4}, None])
 def test_twenty_kills_at_random_moments_change_nothing(tmp_path: Path, rows: Path, adapter: Any) -> None:
     changes = {"adapter": adapter, "checkpoint": {"every": 1, "keep": 2}, "train": {"epochs": 3, "rows_per_step": 3}}
