@@ -425,3 +425,16 @@ def test_reasoning_that_the_template_leaves_out_is_said(tiny, rows_of):
     # nothing but reasoning, and that left out: the turn would teach the model to stop at once
     with pytest.raises(DataError, match="no trained tokens left"):
         rows_of(tiny, [{"messages": [asked, {"role": "assistant", "content": "", "reasoning_content": "since"}]}])
+
+
+def test_instruct_rows_with_columns_of_several_data_sets(tiny, rows_of):
+    rows = rows_of(tiny, [{"prompt": "a", "completion": "b", "response": "c"}])
+    assert whole(tiny, rows[0]) == f"ab{EOS}"
+    rows = rows_of(tiny, [{"instruction": "a", "context": "ctx", "response": "b"}])
+    assert "a\n\nctx<|im_end|>" in whole(tiny, rows[0])
+    row = {"instruction": "a", "output": "b"}
+    assert len(rows_of(tiny, [{**row, "history": []}])) == 1
+    with pytest.raises(DataError, match="column 'history' holds earlier turns"):
+        rows_of(tiny, [{**row, "history": [["x", "y"]]}])
+    with pytest.raises(DataError, match="chat if it holds messages"):
+        rows_of(tiny, [{"talk": [{"role": "user", "content": "a"}]}], {"column": "talk"})

@@ -212,3 +212,24 @@ def test_random_states_survive_json() -> None:
     randomness.seed_everything(12)
     randomness.restore(taken)
     assert expected == (random.random(), random.gauss(0, 1), np.random.randn(3).tolist(), torch.randn(4).tolist())
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.HuggingFaceStorageWriter, "write_data", full)
+    writer = Checkpointer(tmp_path, asynchronous=asynchronous)
+
+    def save() -> None:
+        writer.save(small_state(1), {})
+        writer.wait()
+
+    with pytest.raises(CheckpointError) as caught:
+        save()
+    assert str(caught.value) == (
+        f"{tmp_path}: the checkpoint could not be written ([Errno 28] No space left on device); "
+        "free some space or choose another output"
+    )
+    assert committed(tmp_path) == []

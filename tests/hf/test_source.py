@@ -84,3 +84,13 @@ def test_code_of_a_repository_is_not_run(tmp_path: Path, config: dict[str, objec
     (tmp_path / "mine.py").write_text("raise SystemExit('this ran')")
     with pytest.raises(ModelError, match=words):
         load_config(resolve(str(tmp_path)))
+
+
+def test_directories_that_hold_no_model_say_what_they_hold(tmp_path: Path) -> None:
+    (tmp_path / "run" / "export").mkdir(parents=True)
+    (tmp_path / "run" / "export" / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"did you mean .*run/export\?"):
+        resolve(str(tmp_path / "run"))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds adapters, not a model; name their base as the model"):
+        load_config(resolve(str(tmp_path)))

@@ -74,6 +74,14 @@ def reading(checkpoint: Path) -> Iterator[None]:
         raise _damaged(checkpoint, error) from error
 
 
+def _reason(error: BaseException) -> str:
+    """What went wrong in one line; DCP hands the errors of all ranks on with their tracebacks as text."""
+    if isinstance(error, dcp.api.CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def _damaged(checkpoint: Path, error: Exception) -> CheckpointError:
     reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
     return CheckpointError(f"{_RECORD} is damaged ({reason})", where=str(checkpoint), remedy=_USE_OLDER)
@@ -177,8 +185,8 @@ class Checkpointer:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             if not self._asynchronous:
-                _write(tensors, writing)
-                self._commit(writing, name, full_record)
+                self._write_aside(tensors, writing, name, full_record)
+                self.wait()
                 return
         # One staging copy, then a thread of our own: DCP's async_save leaves a process pool behind in short runs, and
         # the commit must follow the last byte anyway.
@@ -197,8 +205,10 @@ class Checkpointer:
         self.join()
         if self._failure is not None:
             failure, self._failure = self._failure, None
+            if isinstance(failure, KeyboardInterrupt | SystemExit):
+                raise failure
             raise CheckpointError(
-                f"the checkpoint could not be written ({failure})",
+                f"the checkpoint could not be written ({_reason(failure)})",
                 where=str(self.directory),
                 remedy="free some space or choose another output",
             ) from failure
@@ -247,7 +257,7 @@ class Checkpointer:
             try:
                 dcp.load(dict(tensors), storage_reader=reader, no_dist=not torch.distributed.is_initialized())
             except (ValueError, RuntimeError, dcp.api.CheckpointException) as error:
-                raise CheckpointError(f"tensors do not fit ({error})", where=str(checkpoint)) from error
+                raise CheckpointError(f"tensors do not fit ({_reason(error)})", where=str(checkpoint)) from error
         with reading(checkpoint):
             _restore_optimizer_scalars(state, record["optimizer"])
             state.counters = Counters(**record["counters"])

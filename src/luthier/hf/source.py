@@ -122,7 +122,9 @@ def _resolve(text: str, revision: str | None, enough: Sequence[str]) -> ModelSou
             raise ModelError(
                 f"the directory {text!r} has no {enough[0]}",
                 where="model",
-                remedy="name the directory that was exported or downloaded with the model's files in it",
+                remedy=f"did you mean {text.rstrip('/')}/export?"
+                if (path / "export" / enough[0]).is_file()
+                else "name the directory that was exported or downloaded with the model's files in it",
             )
         return ModelSource("directory", text, path=path.resolve(), name=path.resolve().name)
     if path.suffix == ".gguf" or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
@@ -219,6 +221,12 @@ def refuse_remote_code(source: ModelSource, trust_remote_code: bool) -> None:
         config, _ = PreTrainedConfig.get_config_dict(source.location, **source.hub_arguments)
     except Exception as error:
         raise explain(source, error, "config.json") from error
+    if source.path is not None and not (source.path / "config.json").is_file():
+        raise ModelError(
+            f"{source.text!r} holds adapters, not a model",
+            where="model",
+            remedy="name their base as the model, and this directory with --adapter, or as adapter.start_from to train",
+        )
     from transformers import CONFIG_MAPPING
 
     model_type = config.get("model_type")

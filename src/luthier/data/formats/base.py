@@ -47,7 +47,8 @@ def text_of(row: Row, column: str) -> str | None:
         return None
     if not isinstance(value, str):
         kind = type(value).__name__
-        raise BadRow(f"column {column!r} holds {kind}, not text", reason=f"column {column!r} is no text")
+        remedy = "set data.*.format: chat if it holds messages" if isinstance(value, list) else None
+        raise BadRow(f"column {column!r} holds {kind}, not text", reason=f"column {column!r} is no text", remedy=remedy)
     return value if value.strip() else None
 
 

@@ -65,6 +65,12 @@ class InstructFormat:
 
     def __call__(self, row: Row) -> Samples:
         asked, answered = self._pair(row)
+        if isinstance(row.get("history"), list) and row["history"] and "history" not in self._source.columns.values():
+            raise BadRow(
+                "column 'history' holds earlier turns, which format instruct has no place for",
+                reason="earlier turns that would be lost",
+                remedy="write the conversation as messages (format chat), or take the column out",
+            )
         if isinstance(row.get(asked), list) or isinstance(row.get(answered), list):
             return self._conversational(row, asked, answered)
         answer = text_of(row, answered)
@@ -75,6 +81,8 @@ class InstructFormat:
         if self._fields(row) == PAIRS[0]:
             return self._prompt_completion(row[asked], row[answered], system)
         extra = self._column("input")
+        if extra not in row and (asked, answered) == ("instruction", "response"):
+            extra = "context"  # as Dolly has it
         given = text_of(row, extra) if extra in row else None
         return self._alpaca(task or "", given, row[answered], system)
 
@@ -124,6 +132,8 @@ class InstructFormat:
         first, second = self._fields(row)
         if first in self._source.columns or second in self._source.columns:
             return self._column(first), self._column(second)
+        if first in row and second in row:
+            return first, second
         for names, fields in ALIASES.items():
             if fields == (first, second) and all(name in row for name in names):
                 return names
