@@ -107,6 +107,22 @@ class Batch:
         """The same batch with every weight multiplied by `factor`."""
         return replace(self, weights=self.weights * factor)
 
+    def padded(self, multiple: int) -> Batch:
+        """The same batch with one more document of weight 0 at its end, so that T is a multiple of this number."""
+        missing = -self.tokens % multiple
+        if not missing:
+            return self
+        filler = self.input_ids.new_zeros(1, missing)
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, filler], 1),
+            position_ids=torch.cat([self.position_ids, torch.arange(missing, device=filler.device)[None]], 1),
+            targets=torch.cat([self.targets, filler], 1),
+            weights=torch.cat([self.weights, self.weights.new_zeros(1, missing)], 1),
+            cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + missing]),
+            origins=(*self.origins, ""),
+        )
+
     def to(self, device: torch.device | str) -> Batch:
         return replace(
             self,

@@ -14,7 +14,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from luthier.hf.allocator import tune_allocator
 from luthier.hf.fast_cpu import accelerate_model
+from luthier.hf.fast_mlp import silu_product
 from luthier.hf.fast_norm import rms_norm
+from luthier.hf.load import load_model
+from luthier.hf.source import resolve
 from luthier.hf.tiny import debug_config
 
 
@@ -65,7 +68,7 @@ def test_known_forms_are_told_apart(dtype: torch.dtype, device: str) -> None:
         model = torch.nn.ModuleList([LlamaRMSNorm(16), Gemma2RMSNorm(16)]).to(dtype)
     names = [name for name, _ in model.named_parameters()]
     lines = accelerate_model(model)
-    assert lines == ["1 LlamaRMSNorm by a norm in few passes", "1 Gemma2RMSNorm by a norm in few passes"]
+    assert lines == ["1 LlamaRMSNorm by a faster or leaner forward", "1 Gemma2RMSNorm by a faster or leaner forward"]
     assert [name for name, _ in model.named_parameters()] == names
     assert [module.luthier_offset for module in model] == [0.0, 1.0]
     assert isinstance(model[0], LlamaRMSNorm)
@@ -146,3 +149,31 @@ def test_allocator_is_tuned_on_glibc() -> None:
     import platform
 
     assert tune_allocator() is (platform.system() == "Linux" and platform.libc_ver()[0] == "glibc")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_lean_product_is_autograds_own_to_the_bit(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gate, up, gradient = (torch.randn(9, 33, generator=generator).mul(4).to(dtype) for _ in range(3))
+    results = []
+    for function in (silu_product, lambda g, u: torch.nn.functional.silu(g) * u):
+        leaves = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
+        output = function(*leaves)
+        results.append([output.detach(), *torch.autograd.grad(output, leaves, gradient)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_only_plain_gated_mlps_are_made_lean() -> None:
+    class Doubled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = (torch.nn.Linear(4, 4) for _ in range(3))
+            self.act_fn = torch.nn.SiLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(2 * self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    assert accelerate_model(torch.nn.Sequential(Doubled())) == []
+    plain = load_model(resolve("debug:llama"), dtype="fp32")
+    assert any("LlamaMLP" in line for line in accelerate_model(plain))
+    assert type(plain.model.layers[0].mlp).__name__ == "LlamaMLP"

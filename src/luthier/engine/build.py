@@ -29,6 +29,9 @@ from luthier.parallel.checkpointing import Policy, checkpoint_activations
 
 logger = logging.getLogger(__name__)
 
+_CPU_ROWS = 64
+"""Packed rows have another length in every step. On the CPU each new length costs compilations in oneDNN, and blocks of
+memory of yet another size; a few positions of padding cost less."""
 Precision = Literal["fp32", "bf16", "fp64"]
 
 
@@ -168,6 +171,7 @@ def build_state(
         device=device,
         source=source,
         lora=report,
+        row_multiple=_CPU_ROWS if device.type == "cpu" and precision != "fp64" and not packing_fault else 1,
         packing_fault=packing_fault,
         limits=limits_of(model),
     )

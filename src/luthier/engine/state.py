@@ -50,6 +50,8 @@ class TrainState:
     counters: Counters = field(default_factory=Counters)
     lora: LoraReport | None = None
     """What was adapted; None in full fine-tuning."""
+    row_multiple: int = 1
+    """Microbatches are padded to a multiple of this many positions while they train."""
     packing_fault: str = ""
     """Why several documents cannot stand in one microbatch of this architecture; empty where they can."""
 

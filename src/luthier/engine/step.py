@@ -69,12 +69,12 @@ def forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None 
     """
     require_readable(state, batch)
     batch = batch.to(state.device)
-    chosen = batch.weights[0].nonzero().squeeze(-1)  # [n]
+    chosen = batch.weights[0].nonzero().squeeze(-1)  # [n], none of them in the padding
     dtype = state.head.dtype
     if chosen.numel() == 0:
         zero = torch.zeros((), dtype=dtype, device=state.device)
         return ForwardBackward(zero, torch.zeros(batch.tokens, dtype=dtype, device=state.device))
-    hidden = hidden_states(state.model, batch)[chosen]  # [n, hidden]
+    hidden = hidden_states(state.model, batch.padded(state.row_multiple))[chosen]  # [n, hidden]
     targets = batch.targets[0, chosen]  # [n]
     if loss is None:
         # The coefficients are known, so the head makes its gradient in the forward pass.

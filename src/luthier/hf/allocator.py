@@ -1,12 +1,22 @@
-"""The C library's allocator, told to keep what training frees and asks for again a moment later."""
+"""What libraries keep in memory: the C library what training frees and soon asks for again, oneDNN not every kernel."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Parameters of mallopt(3)."""
+
+
+def bound_kernel_cache() -> None:
+    """Let oneDNN keep the compiled products of about one step instead of the last 1,024.
+
+    Packed rows have another length in every step, so the others would never be used again, and each holds memory: they
+    would take more than the model of a small run. Call it before the first product; a setting of the user's own stays.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
 def tune_allocator() -> bool:

@@ -29,7 +29,7 @@ NAME = "luthier"
 """The name to give as `attn_implementation`."""
 
 _BLOCKED_DTYPES = (torch.bfloat16, torch.float32)
-"""float64 is for proofs: there the model's own attention runs, since models whose norms round to fp32 inside (llama's) make
+"""float64 is for proofs: there the model's own attention runs, since models whose norms round to fp32 inside make
 1e-6 of a difference in the last bit."""
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]

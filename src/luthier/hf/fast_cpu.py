@@ -5,9 +5,9 @@ takes the fast way for plain bf16 or fp32 tensors on the CPU and the module's ow
 done before or after weights are loaded, with adapters, checkpointing and sharding. Where no gradients are recorded
 (evaluation, generation, the check of an export) the module's own way is taken too: plain Transformers to the bit.
 
-Only RMSNorm is worth it: with its gradient, Transformers' own takes about four times as long. The same was tried
-for rotary embeddings (1 % of a step, and the function is global to its modelling file, so it would change plain models
-too) and for gated MLPs (no gain).
+RMSNorm is worth it for its speed (with its gradient, Transformers' own takes about four times as long), the gated MLP
+for its memory. The same was tried for rotary embeddings: 1 % of a step, and the function is global to its modelling
+file, so it would change plain models too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 
+from luthier.hf.fast_mlp import silu_product
 from luthier.hf.fast_norm import rms_norm
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,15 @@ def accelerate_model(model: torch.nn.Module) -> list[str]:
         return []
     replaced: Counter[str] = Counter()
     verdicts: dict[tuple[Any, ...], float | None] = {}
+    verdicts_mlp: dict[type[torch.nn.Module], bool] = {}
     for module in model.modules():
+        if _looks_like_gated_mlp(module) and not isinstance(module, _LeanMlp):
+            kind = type(module)
+            if kind not in verdicts_mlp:
+                verdicts_mlp[kind] = _is_silu_product(cast(Any, module))
+            if verdicts_mlp[kind]:
+                module.__class__ = _lean_mlp_class(cast(Any, kind))
+                replaced[kind.__name__] += 1
         if not _looks_like_rms_norm(module):
             continue
         weight = cast(torch.Tensor, module.weight)
@@ -56,7 +65,48 @@ def accelerate_model(model: torch.nn.Module) -> list[str]:
             name = type(module).__name__
             module.__class__ = _fast_norm_class(cast(Any, type(module)), offset)
             replaced[name] += 1
-    return [f"{count} {name} by a norm in few passes" for name, count in replaced.items()]
+    return [f"{count} {name} by a faster or leaner forward" for name, count in replaced.items()]
+
+
+def _looks_like_gated_mlp(module: torch.nn.Module) -> bool:
+    return {name for name, _ in module.named_children()} == {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+def _is_silu_product(module: Any) -> bool:
+    """Whether this MLP's own forward is down(silu(gate(x)) * up(x)), to the bit; tried on three small layers."""
+    trial = copy.copy(module)
+    trial._modules = {"act_fn": module.act_fn}
+    generator = torch.Generator().manual_seed(0)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        layer = torch.nn.Linear(8, 8, bias=False)
+        layer.weight.data = torch.randn(8, 8, generator=generator)
+        trial._modules[name] = layer
+    x = torch.randn(5, 8, generator=generator)
+    try:
+        same = torch.equal(trial(x), _lean_mlp(trial, x))
+    except (RuntimeError, TypeError, AttributeError) as error:
+        logger.info("%s cannot be compared: %s", type(module).__name__, error)
+        return False
+    if not same:
+        logger.info("%s left as it is: it is no plain gated MLP", type(module).__name__)
+    return same
+
+
+def _lean_mlp(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return cast(torch.Tensor, module.down_proj(silu_product(module.gate_proj(x), module.up_proj(x))))
+
+
+class _LeanMlp(torch.nn.Module):
+    """Mark of a gated MLP that has been replaced. Its layers are called as modules, so adapters take part."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _lean_mlp(self, x) if _plain(x) else cast(torch.Tensor, super().forward(x))
+
+
+@functools.cache
+def _lean_mlp_class(own: Any) -> type[torch.nn.Module]:
+    """A subclass of an MLP's class, under the same name."""
+    return cast(type[torch.nn.Module], type(own.__name__, (_LeanMlp, own), {"__module__": own.__module__}))
 
 
 def _looks_like_rms_norm(module: torch.nn.Module) -> bool:
