@@ -70,6 +70,12 @@ def plan(only: list[str]) -> list[Cell]:
     ]
 
 
+def bound_cells() -> list[Cell]:
+    """The cells that the bounds are about, and no others."""
+    wanted = dict.fromkeys((bound.workload, bound.method, bound.precision, bound.mode) for bound in BOUNDS)
+    return [Cell(side, *cell) for cell in wanted for side in ("luthier", "trl")]
+
+
 def environment(threads: int) -> dict[str, str]:
     """Fixed threads for both sides, and no network."""
     count = str(threads)
@@ -138,6 +144,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="WORD",
         help="cut to these: qwen3 smollm2, lora full, bf16 fp32, default packed tuned",
     )
+    parser.add_argument("--bounds", action="store_true", help="only what the bounds need: about half an hour of CPU")
     parser.add_argument("--quick", action="store_true", help="2 steps after 1 of warm-up: a first impression")
     parser.add_argument("--steps", type=int, default=8, help="measured steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
@@ -156,7 +163,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    cells = plan(args.only)
+    cells = bound_cells() if args.bounds else plan(args.only)
     for workload in dict.fromkeys(cell.workload for cell in cells):
         print(f"preparing {workload}", file=sys.stderr)
         prepare(workload, args.work)

@@ -126,6 +126,13 @@ class Loader:
             epoch, position = epoch + 1, 0
         return steps
 
+    @property
+    def past_end(self) -> bool:
+        """Whether the present place lies after the end of the run: it was longer when the place was taken."""
+        if self._steps is not None:
+            return self._state.step > self._steps
+        return self._state.epoch + (self._state.position > 0) > math.ceil(self._epochs)
+
     def __iter__(self) -> Iterator[StepBatch]:
         """The batches from the present place to the end of the run; the place moves along."""
         steps = self._stream_steps() if isinstance(self._rows, StreamRows) else self._row_steps(self._rows)

@@ -219,8 +219,13 @@ class Checkpointer:
             self._writer.join()
             self._writer = None
 
-    def load(self, state: TrainState, checkpoint: Path) -> dict[str, Any]:
+    def load(self, state: TrainState, checkpoint: Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Read a committed checkpoint into `state`, random states included, and return its record.
+
+        Args:
+            state: of the same model and, unless `weights_only`, the same optimizer.
+            checkpoint: one of `committed`.
+            weights_only: leave optimizer states and random states as they are.
 
         Raises:
             CheckpointError: if it is damaged or was taken of other parameters.
@@ -236,6 +241,8 @@ class Checkpointer:
         if not stored:
             raise CheckpointError("its tensors are missing", where=str(checkpoint), remedy=_USE_OLDER)
         tensors = self._tensors(state)
+        if weights_only:
+            tensors, stored = _weights(tensors), _weights(stored)
         if missing := sorted(tensors.keys() - stored.keys()) or sorted(stored.keys() - tensors.keys()):
             raise CheckpointError(
                 f"was taken of other parameters (for instance {missing[0]})",
@@ -259,9 +266,10 @@ class Checkpointer:
             except (ValueError, RuntimeError, dcp.api.CheckpointException) as error:
                 raise CheckpointError(f"tensors do not fit ({_reason(error)})", where=str(checkpoint)) from error
         with reading(checkpoint):
-            _restore_optimizer_scalars(state, record["optimizer"])
             state.counters = Counters(**record["counters"])
-            randomness.restore(record["randomness"])
+            if not weights_only:
+                _restore_optimizer_scalars(state, record["optimizer"])
+                randomness.restore(record["randomness"])
         return record
 
     def _tensors(self, state: TrainState) -> dict[str, torch.Tensor]:
@@ -312,6 +320,10 @@ class Checkpointer:
         doomed = path.with_name(f"{_WRITING}{path.name}")
         path.rename(doomed)
         shutil.rmtree(doomed)
+
+
+def _weights(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in named.items() if name.startswith("model.")}
 
 
 def _write(tensors: dict[str, torch.Tensor], writing: Path) -> None:

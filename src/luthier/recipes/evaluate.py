@@ -9,6 +9,7 @@ from luthier.config import RunConfig
 from luthier.data.loader import Rows, build_rows, iterate_once
 from luthier.engine.evaluate import evaluate as measure
 from luthier.engine.logprobs import Head
+from luthier.errors import DataError
 from luthier.hf.forward import packing_is_exact
 from luthier.recipes.setup import inference_model, prepare_process, tokenizer_of
 from luthier.report.progress import stage
@@ -36,6 +37,8 @@ def evaluate(config: RunConfig, *, adapter: Path | None = None) -> dict[str, Any
     batches = iterate_once(rows, config.data.sequence_length, packing=config.data.packing and exact)
     with stage("evaluating") as told:
         result = measure(model, Head(model), batches, device, progress=lambda done: told(done, len(rows)))
+    if not result.trained_tokens:
+        raise DataError("no row has a token that counts", where="data.validation", remedy="look with luthier data show")
     return {
         "model": config.model,
         "adapter": str(adapter) if adapter else None,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from luthier.adapters import Merging, save_peft
 from luthier.config import RunConfig
+from luthier.config.sections import SGDConfig
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, committed, read_record, reading
 from luthier.engine.state import TrainState
 from luthier.errors import CheckpointError, ConfigError
@@ -38,16 +39,19 @@ def export(run: Path, *, output: Path, step: int | None = None, form: Form | Non
     directory, config = RunDirectory.existing(run)
     checkpoint = _checkpoint(directory, step)
     device = prepare_process(config)
-    state = state_of(config, device)
+    # An optimizer without moments: an export needs the weights alone.
+    state = state_of(config.model_copy(update={"optimizer": SGDConfig(name="sgd")}), device)
     state.tokenizer = tokenizer_of(config)
     checkpoints = Checkpointer(directory.checkpoints, trainable_only=trainable_only(config))
     with reading(checkpoint):
         _require_same_base(read_record(checkpoint)["of"], identity(config, state), checkpoint)
-    record = checkpoints.load(state, checkpoint)
+    record = checkpoints.load(state, checkpoint, weights_only=True)
+    course = record["course"]
+    measured = {"loss": course["loss"], "validation": course["validation"]}
     return {
         "run": str(run),
         "step": state.counters.step,
-        **export_state(config, state, record.get("stop_ids", []), output, form, record.get("measured", {})),
+        **export_state(config, state, record["stop_ids"], output, form, measured),
     }
 
 
@@ -105,8 +109,7 @@ def trainable_only(config: RunConfig) -> bool:
 def _require_same_base(taken_of: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
     """Adapters on another base, or with another scale, would fit and be wrong: a config that was edited is refused.
 
-    The name of the model may have changed, since directories are moved. With another precision its weights cannot be
-    compared.
+    With another precision the weights of the base cannot be compared.
     """
 
     def matters(of: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def _require_same_base(taken_of: dict[str, Any], now: dict[str, Any], checkpoint
         for key in ("adapter.dropout", "adapter.start_from"):
             facts.pop(key, None)
         if taken_of["train.precision"] == now["train.precision"]:
-            facts["weights of the model"] = of["model"].rpartition(" ")[2].strip("()")
+            facts["weights of the model"] = of["model"]
         return facts
 
     check_unchanged(matters(taken_of), matters(now), checkpoint)

@@ -80,7 +80,7 @@ def open_chat(config: RunConfig, *, adapter: Path | None = None) -> Callable[[Se
                 failure.append(error)
                 streamer.end()
 
-        worker = threading.Thread(target=work, name="generate")
+        worker = threading.Thread(target=work, name="generate", daemon=True)
         worker.start()
         yield from streamer
         worker.join()

@@ -5,76 +5,25 @@ from __future__ import annotations
 import logging
 import math
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from luthier.config import RunConfig
-from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, StreamRows, iterate_once
-from luthier.engine import randomness
-from luthier.engine.checkpoint import Checkpointer, check_unchanged, read_record, reading
+from luthier.data.loader import StepBatch, StreamRows, iterate_once
 from luthier.engine.evaluate import Evaluation, evaluate
 from luthier.engine.guards import bad_rows, first_bad_weight, non_finite_error
-from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward, optim_step
-from luthier.errors import CheckpointError, ConfigError
-from luthier.hf.save import remove_leftovers
 from luthier.optim.schedules import factor
-from luthier.recipes.export import export_state, trainable_only
-from luthier.recipes.run_directory import Interruption, RunDirectory
-from luthier.recipes.setup import identity, prepare_process, rows_of, state_of, tokenizer_of
+from luthier.recipes.export import export_state
+from luthier.recipes.run import Resume, Run, opened, save
 from luthier.report.profile import Profiler
 from luthier.report.progress import stage
-from luthier.report.reporter import Reporter, run_log
 
 logger = logging.getLogger(__name__)
 
-Resume = Literal["auto", "never", "must"]
-
-
-@dataclass
-class Course:
-    """What the recipe itself remembers from step to step; part of every checkpoint."""
-
-    validation: dict[str, Any] | None = None
-    """The newest measurement."""
-    best_loss: float | None = None
-    best_step: int | None = None
-    waited: int = 0
-    """Measurements in a row without a lower loss."""
-    loss: float | None = None
-    """Of the newest step."""
-
-
-@dataclass
-class Run:
-    """Everything that a training run works with."""
-
-    config: RunConfig
-    directory: RunDirectory
-    state: TrainState
-    loader: Loader
-    held_out: Rows | None
-    checkpoints: Checkpointer
-    stop_ids: list[int]
-    of: dict[str, Any]
-    rows: Rows | StreamRows
-    total: int
-    """Optimizer steps of the whole run."""
-    interruption: Interruption
-    report: Reporter = field(init=False)
-    random_states: dict[str, Any] | None = None
-    """Of the checkpoint that the run goes on from."""
-    course: Course = field(default_factory=Course)
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """What became of the rows: of a stream, of those that have been read so far."""
-        return self.rows.report.to_dict()
+MOST_SKIPS = 10
+"""Steps in a row that may be skipped for not being finite; after as many a run does not come back by itself."""
 
 
 def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:
@@ -91,84 +40,6 @@ def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:
     with opened(config, resume) as run:
         loop(run)
         return finish(run)
-
-
-@contextmanager
-def opened(config: RunConfig, resume: Resume) -> Iterator[Run]:
-    """A run ready for its next step; while it is open it owns its directory and minds SIGTERM."""
-    directory = RunDirectory(config.output)
-    with directory.locked(), run_log(directory.log), Interruption() as interruption:
-        run = open_run(config, directory, resume, interruption)
-        directory.write_config(config)
-        with Reporter(directory.path, config, run.state, run.total) as run.report:
-            # Last of all, so that nothing that was drawn while setting up counts.
-            if run.random_states is None:
-                randomness.seed_everything(config.seed)
-            else:
-                randomness.restore(run.random_states)
-            try:
-                yield run
-            finally:
-                # Before the directory is anybody else's, who would take a checkpoint in the making for a leftover.
-                run.checkpoints.join()
-
-
-def open_run(config: RunConfig, directory: RunDirectory, resume: Resume, interruption: Interruption) -> Run:
-    """Load data and model, and go on from the newest checkpoint if that is wanted."""
-    device = prepare_process(config)
-    tokenizer = tokenizer_of(config)
-    rows, held_out = rows_of(config, tokenizer)
-    for line in rows.report.lines() if isinstance(rows, Rows) else ():
-        logger.info("%s", line)
-    if held_out is not None and config.data.validation:
-        for line in held_out.report.lines():
-            logger.info("validation: %s", line)
-    with stage("loading the model"):
-        state = state_of(config, device)
-    state.tokenizer = tokenizer
-    full = f"full fine-tuning of {sum(p.numel() for p in state.trainable.values()):,} parameters"
-    logger.info("%s", state.lora or full)
-    data = config.data
-    positions = state.limits.positions if state.limits is not None else None
-    if positions is not None and isinstance(rows, Rows) and int(rows.lengths.max()) > positions:
-        raise ConfigError(
-            f"there are rows of {int(rows.lengths.max()):,} tokens, and the model has {positions:,} positions",
-            where="data.sequence_length",
-            remedy=f"set it to {positions} or less",
-        )
-    if data.packing and state.packing_fault:
-        logger.warning("packing is off: %s", state.packing_fault)
-        data = data.model_copy(update={"packing": False})
-    loader = Loader(rows, data, config.train, seed=config.seed)
-    run = Run(
-        config=config,
-        directory=directory,
-        state=state,
-        loader=loader,
-        held_out=held_out,
-        checkpoints=Checkpointer(
-            directory.checkpoints,
-            keep=config.checkpoint.keep,
-            keep_best=config.checkpoint.keep_best,
-            trainable_only=trainable_only(config),
-            asynchronous=config.checkpoint.asynchronous,
-        ),
-        stop_ids=list(rows.stop_ids),
-        of=identity(config, state),
-        rows=rows,
-        interruption=interruption,
-        total=loader.steps_total(),
-    )
-    run.checkpoints.tidy()
-    remove_leftovers(directory.export)
-    newest = run.checkpoints.latest()
-    if newest is not None and resume != "never":
-        go_on(run, newest)
-    elif resume == "must":
-        raise CheckpointError("there is no checkpoint to go on from", where=str(directory.checkpoints))
-    elif newest is not None:
-        run.checkpoints.clear()
-    return run
 
 
 def loop(run: Run) -> None:
@@ -198,7 +69,8 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
         loss (nats a token), gradient_norm and learning_rate.
 
     Raises:
-        NonFiniteError: loss or gradient is not finite, and train.on_non_finite says stop, or a weight is not.
+        NonFiniteError: loss or gradient is not finite, and train.on_non_finite says stop, or a weight is not, or the
+            last ten steps were skipped.
     """
     config, state = run.config, run.state
     factor_of_weights = 1 / batch.total_weight if batch.total_weight else 0.0
@@ -210,6 +82,7 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
     state.counters.tokens += batch.tokens
     state.counters.trained_tokens += batch.trained_tokens
     run.course.loss = loss
+    run.course.skips = 0 if update.applied else run.course.skips + 1
     if not update.applied:
         weight = first_bad_weight(state.model)
         error = non_finite_error(
@@ -224,7 +97,8 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
                 for row in bad_rows(microbatch, output.logprobs)
             ],
         )
-        if config.train.on_non_finite == "stop" or weight is not None:  # no later step would be any better
+        hopeless = weight is not None or run.course.skips >= MOST_SKIPS  # no later step would be any better
+        if config.train.on_non_finite == "stop" or hopeless:
             raise error
         logger.warning("step skipped: %s", error)
     return {"loss": loss, "gradient_norm": update.gradient_norm, "learning_rate": rate * config.optimizer.learning_rate}
@@ -247,44 +121,6 @@ def measure(run: Run) -> Evaluation:
     else:
         course.waited += 1
     return result
-
-
-def save(run: Run) -> None:
-    """Write a checkpoint of this moment."""
-    validation = run.course.validation
-    score = None
-    if validation is not None and validation["step"] == run.state.counters.step and math.isfinite(validation["loss"]):
-        score = validation["loss"]
-    record = {
-        "loader": run.loader.state.to_dict(),
-        "of": run.of,
-        "course": asdict(run.course),
-        "stop_ids": run.stop_ids,
-    }
-    run.checkpoints.save(run.state, record, score=score)
-
-
-def go_on(run: Run, checkpoint: Path) -> None:
-    """Put everything back as it was when the checkpoint was taken.
-
-    Raises:
-        CheckpointError: it was taken of other data, another batch or another model.
-    """
-    record = read_record(checkpoint)
-    with reading(checkpoint):
-        check_unchanged(record["of"], run.of, checkpoint)
-        run.loader.restore(LoaderState.from_dict(record["loader"]))
-        run.total = run.loader.steps_total()
-        run.random_states = record["randomness"]
-        run.course = Course(**record["course"])
-    run.checkpoints.load(run.state, checkpoint)
-    if run.state.counters.step > run.total:
-        raise CheckpointError(
-            f"was taken after {run.state.counters.step} steps, and the run now has {run.total}",
-            where=str(checkpoint),
-            remedy="give it as many steps again, or start anew with another output or --resume never",
-        )
-    logger.info("going on from step %d", run.state.counters.step)
 
 
 def finish(run: Run) -> dict[str, Any]:

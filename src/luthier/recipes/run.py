@@ -1,0 +1,188 @@
+"""A training run that is open: what it works with, how it starts, goes on and is saved."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from luthier.config import RunConfig
+from luthier.data.loader import Loader, LoaderState, Rows, StreamRows
+from luthier.engine import randomness
+from luthier.engine.checkpoint import Checkpointer, check_unchanged, read_record, reading
+from luthier.engine.state import TrainState
+from luthier.errors import CheckpointError, ConfigError
+from luthier.hf.save import remove_leftovers
+from luthier.recipes.export import trainable_only
+from luthier.recipes.run_directory import Interruption, RunDirectory
+from luthier.recipes.setup import identity, prepare_process, rows_of, state_of, tokenizer_of
+from luthier.report.progress import stage
+from luthier.report.reporter import Reporter, run_log
+
+logger = logging.getLogger(__name__)
+
+Resume = Literal["auto", "never", "must"]
+
+
+@dataclass
+class Course:
+    """What the recipe itself remembers from step to step; part of every checkpoint."""
+
+    validation: dict[str, Any] | None = None
+    """The newest measurement."""
+    best_loss: float | None = None
+    best_step: int | None = None
+    waited: int = 0
+    """Measurements in a row without a lower loss."""
+    loss: float | None = None
+    """Of the newest step."""
+    skips: int = 0
+    """Steps in a row that were skipped for not being finite."""
+
+
+@dataclass
+class Run:
+    """Everything that a training run works with."""
+
+    config: RunConfig
+    directory: RunDirectory
+    state: TrainState
+    loader: Loader
+    held_out: Rows | None
+    checkpoints: Checkpointer
+    stop_ids: list[int]
+    of: dict[str, Any]
+    rows: Rows | StreamRows
+    total: int
+    """Optimizer steps of the whole run."""
+    interruption: Interruption
+    report: Reporter = field(init=False)
+    random_states: dict[str, Any] | None = None
+    """Of the checkpoint that the run goes on from."""
+    course: Course = field(default_factory=Course)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What became of the rows: of a stream, of those that have been read so far."""
+        return self.rows.report.to_dict()
+
+
+@contextmanager
+def opened(config: RunConfig, resume: Resume) -> Iterator[Run]:
+    """A run ready for its next step; while it is open it owns its directory and minds SIGTERM."""
+    directory = RunDirectory(config.output)
+    with directory.locked(), run_log(directory.log), Interruption() as interruption:
+        run = open_run(config, directory, resume, interruption)
+        directory.write_config(config)
+        with Reporter(directory.path, config, run.state, run.total) as run.report:
+            # Last of all, so that nothing that was drawn while setting up counts.
+            if run.random_states is None:
+                randomness.seed_everything(config.seed)
+            else:
+                randomness.restore(run.random_states)
+            try:
+                yield run
+            finally:
+                # Before the directory is anybody else's, who would take a checkpoint in the making for a leftover.
+                run.checkpoints.join()
+
+
+def open_run(config: RunConfig, directory: RunDirectory, resume: Resume, interruption: Interruption) -> Run:
+    """Load data and model, and go on from the newest checkpoint if that is wanted."""
+    device = prepare_process(config)
+    tokenizer = tokenizer_of(config)
+    rows, held_out = rows_of(config, tokenizer)
+    for line in rows.report.lines() if isinstance(rows, Rows) else ():
+        logger.info("%s", line)
+    if held_out is not None and config.data.validation:
+        for line in held_out.report.lines():
+            logger.info("validation: %s", line)
+    with stage("loading the model"):
+        state = state_of(config, device)
+    state.tokenizer = tokenizer
+    full = f"full fine-tuning of {sum(p.numel() for p in state.trainable.values()):,} parameters"
+    logger.info("%s", state.lora or full)
+    data = config.data
+    positions = state.limits.positions if state.limits is not None else None
+    if positions is not None and isinstance(rows, Rows) and int(rows.lengths.max()) > positions:
+        raise ConfigError(
+            f"there are rows of {int(rows.lengths.max()):,} tokens, and the model has {positions:,} positions",
+            where="data.sequence_length",
+            remedy=f"set it to {positions} or less",
+        )
+    if data.packing and state.packing_fault:
+        logger.warning("packing is off: %s", state.packing_fault)
+        data = data.model_copy(update={"packing": False})
+    loader = Loader(rows, data, config.train, seed=config.seed)
+    run = Run(
+        config=config,
+        directory=directory,
+        state=state,
+        loader=loader,
+        held_out=held_out,
+        checkpoints=Checkpointer(
+            directory.checkpoints,
+            keep=config.checkpoint.keep,
+            keep_best=config.checkpoint.keep_best,
+            trainable_only=trainable_only(config),
+            asynchronous=config.checkpoint.asynchronous,
+        ),
+        stop_ids=list(rows.stop_ids),
+        of=identity(config, state),
+        rows=rows,
+        interruption=interruption,
+        total=loader.steps_total(),
+    )
+    run.checkpoints.tidy()
+    remove_leftovers(directory.export)
+    newest = run.checkpoints.latest()
+    if newest is not None and resume != "never":
+        go_on(run, newest)
+    elif resume == "must":
+        raise CheckpointError("there is no checkpoint to go on from", where=str(directory.checkpoints))
+    elif newest is not None:
+        logger.warning("starting anew: the checkpoints in %s are removed", directory.checkpoints)
+        run.checkpoints.clear()
+    return run
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint of this moment."""
+    validation = run.course.validation
+    score = None
+    if validation is not None and validation["step"] == run.state.counters.step and math.isfinite(validation["loss"]):
+        score = validation["loss"]
+    record = {
+        "loader": run.loader.state.to_dict(),
+        "of": run.of,
+        "course": asdict(run.course),
+        "stop_ids": run.stop_ids,
+    }
+    run.checkpoints.save(run.state, record, score=score)
+
+
+def go_on(run: Run, checkpoint: Path) -> None:
+    """Put everything back as it was when the checkpoint was taken.
+
+    Raises:
+        CheckpointError: it was taken of other data, another batch or another model.
+    """
+    record = read_record(checkpoint)
+    with reading(checkpoint):
+        check_unchanged(record["of"], run.of, checkpoint)
+        run.loader.restore(LoaderState.from_dict(record["loader"]))
+        run.total = run.loader.steps_total()
+        run.random_states = record["randomness"]
+        run.course = Course(**record["course"])
+    run.checkpoints.load(run.state, checkpoint)
+    if run.loader.past_end:
+        raise CheckpointError(
+            f"was taken after {run.state.counters.step} steps, and the run now ends after fewer",
+            where=str(checkpoint),
+            remedy="give it as many steps again, or start anew with another output or --resume never",
+        )
+    logger.info("going on from step %d", run.state.counters.step)
