@@ -30,7 +30,7 @@ demo: .venv/.demo
 	$(BIN)/luthier demo
 
 test: .venv/.test
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: .venv/.bench
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/run.py
