@@ -58,7 +58,7 @@ clean:
 	{ echo "Luthier needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1); name another: make PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 ifeq ($(HAS_CUDA),yes)
-	@echo "nvidia-smi answers: taking the newest tested torch with CUDA"
+	@echo "nvidia-smi answers: taking the tested torch with CUDA"
 	@grep -v '^torch==' constraints.txt > $@
 else
 	@cp constraints.txt $@
