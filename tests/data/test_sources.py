@@ -400,7 +400,8 @@ def test_a_link_back_into_a_directory_doubles_no_rows(tmp_path):
     assert [file.name for file in find_files(str(tmp_path / "d"))] == ["a.jsonl"]
 
 
-@pytest.mark.parametrize(("path", "words"), [("", "no file is named"), ("hf://", "no name of a data set")])
-def test_a_path_that_names_nothing(path, words):
-    with pytest.raises(DataError, match=words):
-        list(read_rows(SourceConfig(path=path)))
+def test_a_path_that_names_nothing():
+    with pytest.raises(DataError, match="no file is named"):
+        list(find_files(""))
+    with pytest.raises(DataError, match="no name of a data set"):
+        list(read_rows(SourceConfig(path="hf://")))
