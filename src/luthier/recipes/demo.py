@@ -96,7 +96,8 @@ def demo_config(folder: Path, output: Path) -> RunConfig:
         adapter=LoraConfig(rank=16, alpha=32),
         optimizer=AdamWConfig(learning_rate=1.0e-3),
         schedule=CosineSchedule(name="cosine", warmup=0.05, minimum=0.1),
-        train=TrainConfig(epochs=4, rows_per_step=8),
+        # One thread: the steps are so small that a second one waits more than it works, on a busy machine for minutes.
+        train=TrainConfig(epochs=4, rows_per_step=8, threads=1),
         generation=GenerationConfig(max_new_tokens=48),
         output=output,
     )
