@@ -25,7 +25,7 @@ DEFAULT_CHUNK = 1024
 """Positions at a time: large matrix products, and the weight is read once for most rows of a microbatch."""
 LOGITS_CHUNK = 256
 """Positions at a time where a chunk of logits is whole."""
-_KEPT_BYTES = 192 << 20
+_KEPT_BYTES = 320 << 20
 """Scores kept for the gradient of the weight are at most this large."""
 
 _TILE_CPU, _TILE_DEVICE = 2048, 16384
