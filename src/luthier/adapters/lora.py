@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from luthier.adapters.init import initialise_adapters
 from luthier.adapters.layer import LoraSpec, adapted_layers
 from luthier.adapters.peft_config import PeftConfig, read_peft_config
@@ -23,8 +21,7 @@ from luthier.adapters.targets import resolve_modules, resolve_targets
 from luthier.config import LoraConfig
 from luthier.errors import ConfigError
 from luthier.hf.anatomy import describe
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from luthier.hf.load import DTYPES
 
 
 @dataclass(frozen=True, slots=True)

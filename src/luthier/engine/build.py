@@ -78,7 +78,7 @@ def build_model(
     source: ModelSource,
     *,
     adapter: LoraConfig | None,
-    precision: Precision,
+    precision: Precision | None,
     device: torch.device,
     attention: str | None = None,
     from_scratch: bool = False,
@@ -90,7 +90,7 @@ def build_model(
     Args:
         source: where the weights are.
         adapter: LoRA beside frozen weights; None trains everything.
-        precision: dtype of weights and arithmetic.
+        precision: dtype of weights and arithmetic; what the device is fast at when left out.
         device: where the model goes.
         attention: attention implementation; chosen for the device when left out.
         from_scratch: the model's own random initialisation instead of the weights.
@@ -106,7 +106,7 @@ def build_model(
 
     model = load_model(
         source,
-        dtype=DTYPES[precision],
+        dtype=DTYPES[choose_precision(precision, device)],
         device=device,
         attention=attention,
         prepare=prepare,
@@ -137,7 +137,6 @@ def build_state(
 ) -> TrainState:
     """A model and its optimizer, ready for the first step. Arguments as of `build_model` and of the YAML."""
     device = device or choose_device(None)
-    precision = choose_precision(precision, device)
     model, report = build_model(
         source,
         adapter=adapter,
@@ -171,7 +170,7 @@ def build_state(
         device=device,
         source=source,
         lora=report,
-        row_multiple=_CPU_ROWS if device.type == "cpu" and precision != "fp64" and not packing_fault else 1,
+        row_multiple=_CPU_ROWS if device.type == "cpu" and model.dtype != torch.float64 and not packing_fault else 1,
         packing_fault=packing_fault,
         limits=limits_of(model),
     )

@@ -9,7 +9,7 @@ import torch
 
 from luthier.config import LoraConfig, RunConfig
 from luthier.data.loader import Rows, StreamRows, build_rows
-from luthier.engine.build import build_model, build_state, choose_device, choose_precision
+from luthier.engine.build import build_model, build_state, choose_device
 from luthier.engine.identity import model_digest
 from luthier.engine.randomness import seed_everything
 from luthier.engine.state import TrainState
@@ -64,7 +64,7 @@ def state_of(config: RunConfig, device: torch.device) -> TrainState:
         model_source(config),
         adapter=config.adapter,
         optimizer=config.optimizer,
-        precision=choose_precision(config.train.precision, device),
+        precision=config.train.precision,
         device=device,
         attention=config.train.attention,
         from_scratch=config.from_scratch,
@@ -80,7 +80,7 @@ def inference_model(config: RunConfig, device: torch.device, adapter: Path | Non
     model, _ = build_model(
         model_source(config),
         adapter=LoraConfig(start_from=str(adapter)) if adapter is not None else None,
-        precision=choose_precision(config.train.precision, device),
+        precision=config.train.precision,
         device=device,
         attention=config.train.attention,
         from_scratch=config.from_scratch,
