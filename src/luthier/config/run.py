@@ -16,6 +16,7 @@ from luthier.config.sections import (
     GenerationConfig,
     LoraConfig,
     OptimizerConfig,
+    ParallelConfig,
     PathText,
     ReportConfig,
     ScheduleConfig,
@@ -43,6 +44,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=AdamWConfig)
     schedule: ScheduleConfig = Field(default_factory=ConstantSchedule)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     generation: GenerationConfig = Field(default_factory=GenerationConfig)

@@ -41,6 +41,12 @@ class Section(BaseModel):
         return {cls.shorthand: value} if cls.shorthand and isinstance(value, str | list) else value
 
 
+def _no_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be 1 or more, or -1 for whatever ranks are left")
+    return value
+
+
 def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str | dict | Section) else value
 
@@ -291,6 +297,36 @@ class TrainConfig(Section):
         if self.rows_per_step is not None and self.tokens_per_step is not None:
             raise ValueError("rows_per_step and tokens_per_step exclude each other; leave one of them out")
         return self
+
+
+Degree = Annotated[int, Field(ge=-1), AfterValidator(_no_zero)]
+
+
+class ParallelConfig(Section):
+    """How many ranks share what; the product of all but ep is the number of processes. -1 fills one degree."""
+
+    dp_replicate: Degree = 1
+    """Copies of the model that each read their own rows (HSDP where dp_shard is more than 1)."""
+    dp_shard: Degree = -1
+    """Ranks that read their own rows and hold a shard of every weight each (FSDP2)."""
+    tp: Degree = 1
+    """Ranks that share every matrix product (tensor parallel)."""
+    cp: Degree = 1
+    """Ranks that share every row (context parallel); they hold shards of the weights as dp_shard's do."""
+    pp: Degree = 1
+    """Stages that the layers are cut into (pipeline parallel)."""
+    ep: Degree = 1
+    """Ranks that share the experts; taken from dp_shard x cp x tp, a multiple of tp (expert parallel)."""
+    sequence_parallel: bool = False
+    """Cut norms and residuals along the row between tensor-parallel layers, where the model's plan allows it."""
+    reshard: Literal["auto", "always", "never"] = "auto"
+    """Give gathered weights back after a layer's forward; auto does, but not with a pipeline, which comes back soon."""
+    cpu_offload: bool = False
+    """Keep shards of weights, gradients and moments in the host's memory (dp_shard)."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "dualpipe_v"] = "1f1b"
+    """Order of the pipeline's work."""
+    stages_per_rank: PositiveInt | None = None
+    """Stages that each rank holds under the interleaved schedules; 2 when left out."""
 
 
 class CheckpointConfig(Section):

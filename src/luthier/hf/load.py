@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
@@ -33,6 +31,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from luthier.errors import ModelError
 from luthier.hf import attention as luthier_attention
+from luthier.hf.initialise import initialise
 from luthier.hf.quiet import quiet
 from luthier.hf.source import ModelSource, explain, fetch, load_config
 from luthier.hf.weights import open_weights, same_bits
@@ -228,27 +227,6 @@ def _hooked(base: type[PreTrainedModel], loading: _Loading) -> type[PreTrainedMo
         "_finalize_model_loading": staticmethod(finalize),
     }
     return type(base.__name__, (base,), members)
-
-
-def initialise(model: PreTrainedModel, seed: int) -> None:
-    """The model's own initialisation of everything that no checkpoint gave, each module from its own random stream.
-
-    A stream depends on the seed and the module's name alone, so a model cut into stages or shards, or with adapters in
-    it, starts from the same weights as the whole one.
-    """
-
-    def walk(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
-        for child_name, child in module.named_children():
-            inner = child if isinstance(child, PreTrainedModel) else owner
-            walk(child, f"{name}.{child_name}" if name else child_name, inner)
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        owner._initialize_weights(module, custom)
-
-    custom = model.is_custom_code()
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(devices=sorted(i for i in devices if i is not None)):
-        init.guard_torch_init_functions()(walk)(model, "", model)
 
 
 def _untie_what_differs(model: PreTrainedModel, weights: dict[str, Any]) -> None:

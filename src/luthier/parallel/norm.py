@@ -1,26 +1,68 @@
-"""The gradient norm: one number over all parameters of a model."""
+"""The gradient norm: one number over all parameters of a model, the same on every rank and on every layout."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from luthier.parallel.mesh import Mesh
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+def settle(parameters: Iterable[nn.Parameter]) -> None:
+    """Sum up gradients that lie in parts: those of a replicated weight whose ranks each saw a part of its use.
+
+    Under FSDP this has happened while gradients were reduced. Called once a step on all ranks, after the last backward
+    pass: doing it in each one would sum what is summed already.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        both = isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
+        if both and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> torch.Tensor:
     """2-norm of all gradients laid end to end.
 
     Args:
         parameters: each once; those without a gradient count as 0.
+        mesh: of a run on several ranks, all of which call this; each counts what it holds, a copy as its share.
 
     Returns:
         float64 scalar, on the host's CPU when there are no gradients. NaN or infinite when a gradient is.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64)
-    # Norms in the gradient's own dtype lose digits in bf16; vector_norm widens inside its one pass over memory.
-    widest = [torch.float64 if g.dtype == torch.float64 else torch.float32 for g in gradients]
-    norms = [torch.linalg.vector_norm(g, dtype=dtype) for g, dtype in zip(gradients, widest, strict=True)]
-    return torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
+    norms = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        share = 1.0
+        if mesh is not None:
+            share = _distinct(gradient) / mesh.stage_ranks
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        # Norms in the gradient's own dtype lose digits in bf16; vector_norm widens inside its one pass over memory.
+        widest = torch.float64 if local.dtype == torch.float64 else torch.float32
+        norms.append(torch.linalg.vector_norm(local, dtype=widest).double() * math.sqrt(share))
+    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+    if mesh is None:
+        return total
+    squared = total.square().to(mesh.device)
+    dist.all_reduce(squared)
+    return squared.sqrt()
+
+
+def _distinct(gradient: torch.Tensor) -> int:
+    """How many ranks of a stage hold different parts of a gradient."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    sizes = [
+        gradient.device_mesh.size(index)
+        for index, placement in enumerate(gradient.placements)
+        if not placement.is_replicate()
+    ]
+    return math.prod(sizes)

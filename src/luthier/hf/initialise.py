@@ -1,0 +1,73 @@
+"""Random weights by the model's own initialisation, the same on every layout.
+
+Each module draws from a stream of its own, which depends on the seed and the module's name alone. What is sharded is
+drawn whole, a layer at a time, and cut: so a model in shards or stages, or with adapters in it, starts from the same
+bits as the whole one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from luthier.hf.shards import fill
+
+
+def initialise(model: PreTrainedModel, seed: int) -> None:
+    """The model's own initialisation of everything that no checkpoint gave.
+
+    Args:
+        model: nothing on meta.
+        seed: of the run.
+    """
+    custom = model.is_custom_code()
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+
+    def one(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        owner._initialize_weights(module, custom)
+
+    def walk(module: nn.Module, name: str, owner: PreTrainedModel, within: bool, listed: bool) -> None:
+        # A layer, or a part that holds no layers, is drawn whole with all that is in it, since a module's
+        # initialisation may reach into its children.
+        unit = not within and (listed or not any(isinstance(inner, nn.ModuleList) for inner in module.modules()))
+        with _whole(module.modules() if unit else [] if within else [module]):
+            for child_name, child in module.named_children():
+                inner = child if isinstance(child, PreTrainedModel) else owner
+                child_name = f"{name}.{child_name}" if name else child_name
+                walk(child, child_name, inner, within or unit, isinstance(module, nn.ModuleList))
+            one(module, name, owner)
+
+    with torch.no_grad(), torch.random.fork_rng(devices=sorted(i for i in devices if i is not None)):
+        init.guard_torch_init_functions()(walk)(model, "", model, False, False)
+
+
+@contextmanager
+def _whole(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put whole tensors in the place of sharded ones that are to be drawn; afterwards each rank keeps its part."""
+    replaced: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+    drawn: dict[int, nn.Parameter] = {}
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if not isinstance(parameter, DTensor) or getattr(parameter, "_is_hf_initialized", False):
+                continue
+            if id(parameter) not in drawn:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                drawn[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            replaced.append((module, name, parameter, drawn[id(parameter)]))
+    for module, name, _, whole in replaced:
+        module._parameters[name] = whole
+    try:
+        yield
+    finally:
+        for module, name, parameter, whole in replaced:
+            module._parameters[name] = parameter
+            fill(parameter, whole)

@@ -1,0 +1,79 @@
+"""Fully sharded data parallelism (torch's FSDP2): each rank keeps a shard of every weight, gradient and moment.
+
+Every layer is a group of its own; embedding, final norm and head form the root's, so that a tied weight is in one group
+and the head may be run any number of times once it has been gathered. Gradients are summed, never averaged: the weights
+of the loss have been divided by those of the whole global batch already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+
+def shard(
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    reshard: bool = True,
+    cpu_offload: bool = False,
+    experts: Iterable[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
+) -> None:
+    """Shard a model, on meta or not, in place.
+
+    Args:
+        model: the root; what is in no layer is sharded with it.
+        layers: each becomes a group; those without weights are passed over.
+        mesh: one-dimensional for FSDP, two-dimensional (replicas, shards) for HSDP.
+        reshard: give the gathered weights of a layer back after its forward.
+        cpu_offload: keep the shards in the host's memory.
+        experts: modules inside the layers whose weights are dealt to other ranks.
+        expert_mesh: what those weights are sharded over; None where each lies whole on one rank.
+    """
+    offload: OffloadPolicy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    # Sums over ranks in fp32 whatever the weights are; float64 stays float64.
+    wide = {torch.float64: torch.float64}
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    settings: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=wide.get(dtype, torch.float32), cast_forward_inputs=False),
+        "offload_policy": offload,
+    }
+    if expert_mesh is not None:
+        for module in experts:
+            fully_shard(module, mesh=expert_mesh, reshard_after_forward=reshard, **settings)
+    for layer in layers:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, **settings)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, **settings)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def as_forward(model: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    """Give a model a method that counts as its forward: FSDP gathers the root's weights before it.
+
+    Args:
+        model: may be sharded or not.
+        name: of the method.
+        function: called with the model first.
+    """
+    bound = function.__get__(model)  # type: ignore[attr-defined]
+    model.__dict__[name] = bound
+    if isinstance(model, FSDPModule):
+        register_fsdp_forward_method(model, name)
