@@ -165,7 +165,7 @@ def test_what_a_model_cannot_read_is_named(kind: str, ids: list[int], told: str)
     with pytest.raises(DataError, match=told):
         run(state, batches, 1.0)
     with pytest.raises(DataError, match=told):
-        evaluate(state.model, state.head, batches, state.device)
+        evaluate(state, batches)
     # The longest that fits does fit.
     if len(ids) > 3:
         forward_backward(state, Batch.pack([Sample.from_ids(ids[:-1], [1.0] * (len(ids) - 1))]))

@@ -104,7 +104,9 @@ def test_a_forward_with_something_between_is_not_called_linear() -> None:
 
 
 def test_head_info_says_what_it_computes() -> None:
-    info = HeadInfo(torch.eye(2), torch.tensor([1.0, 0.0]), scale=2.0, softcap=3.0)
+    head = nn.Linear(2, 2)
+    head.weight.data, head.bias.data = torch.eye(2), torch.tensor([1.0, 0.0])
+    info = HeadInfo(head, scale=2.0, softcap=3.0)
     torch.testing.assert_close(info.logits(torch.tensor([[1.0, 0.5]])), 3 * torch.tanh(torch.tensor([[4.0, 1.0]]) / 3))
 
 

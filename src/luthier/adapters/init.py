@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from luthier.adapters.layer import adapted_layers
+from luthier.hf.shards import fill
 
 
 def first_down(rank: int, inputs: int, name: str, seed: int) -> Tensor:
@@ -43,5 +44,5 @@ def initialise_adapters(model: nn.Module, seed: int) -> None:
     """
     for name, layer in adapted_layers(model):
         down, up = layer.lora_A.weight, layer.lora_B.weight
-        down.copy_(first_down(layer.lora_spec.rank, layer.lora_shape.inputs, name, seed))
+        fill(down, first_down(layer.lora_spec.rank, layer.lora_shape.inputs, name, seed))
         up.zero_()

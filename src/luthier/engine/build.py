@@ -1,31 +1,38 @@
 """THE one order in which a model is made ready to train.
 
-meta build -> adapters in place -> weights streamed in -> ties settled, adapters initialised, the rest frozen -> fast
-modules, each checked against its own forward -> packing proved -> activation checkpointing -> compile -> head ->
-optimizer
+On meta: adapters in place -> the whole model described -> on a layout: cut into stages, tensors, experts and rows,
+recomputation, compilation, FSDP. Then the weights are streamed in, each rank reading its part; ties settled, adapters
+initialised, the rest frozen; in one process: fast modules, each checked against its own forward, and packing proved on
+the model itself. Last the optimizer.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
 
 from luthier.adapters import LoraReport, apply_lora, finish_lora, is_adapter_weight
-from luthier.config import LoraConfig, OptimizerConfig
+from luthier.config import LoraConfig, OptimizerConfig, ParallelConfig
 from luthier.engine.logprobs import Head
+from luthier.engine.network import Network
 from luthier.engine.state import TrainState
 from luthier.errors import ConfigError
 from luthier.hf.allocator import bound_kernel_cache, tune_allocator
-from luthier.hf.anatomy import describe
+from luthier.hf.anatomy import Anatomy, describe
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import packing_is_exact
-from luthier.hf.limits import limits_of
-from luthier.hf.load import DTYPES, load_model
+from luthier.hf.head import HeadInfo, linear_head
+from luthier.hf.limits import Limits, limits_of
+from luthier.hf.load import DTYPES, load_model, tie_on_meta
 from luthier.hf.source import ModelSource
 from luthier.optim.build import build_optimizer
 from luthier.parallel.checkpointing import Policy, checkpoint_activations
+from luthier.parallel.fsdp import shard
+from luthier.parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +81,7 @@ def choose_precision(asked: Precision | None, device: torch.device) -> Precision
     return "fp32"
 
 
-def build_model(
+def build_network(
     source: ModelSource,
     *,
     adapter: LoraConfig | None,
@@ -84,7 +91,11 @@ def build_model(
     from_scratch: bool = False,
     trust_remote_code: bool = False,
     seed: int = 0,
-) -> tuple[Any, LoraReport | None]:
+    activation_checkpointing: Policy = "off",
+    compile_layers: bool = False,
+    mesh: Mesh | None = None,
+    parallel: ParallelConfig | None = None,
+) -> Network:
     """A model with its weights and, where asked for, adapters in place; only what trains requires gradients.
 
     Args:
@@ -96,29 +107,104 @@ def build_model(
         from_scratch: the model's own random initialisation instead of the weights.
         trust_remote_code: run code that the model's repository brings.
         seed: of the random initialisation, of the adapters and of the model.
+        activation_checkpointing: what the backward pass computes again.
+        compile_layers: torch.compile, layer by layer.
+        mesh: of a run on several ranks, all of which call this.
+        parallel: how the mesh is used; its degrees are the mesh's.
+
+    Raises:
+        ConfigError: the model cannot be laid out so.
     """
-
     bound_kernel_cache()
-
-    def prepare(model: Any) -> None:
-        if adapter is not None:
-            apply_lora(model, adapter, seed)
-
+    plan = _Plan(adapter, seed, activation_checkpointing, compile_layers, mesh, parallel or ParallelConfig())
     model = load_model(
         source,
         dtype=DTYPES[choose_precision(precision, device)],
         device=device,
         attention=attention,
-        prepare=prepare,
+        prepare=plan.lay_out,
         from_scratch=from_scratch,
         seed=seed,
         trust_remote_code=trust_remote_code,
     )
-    report = finish_lora(model, adapter, seed) if adapter is not None else None
-    if device.type == "cpu":
-        for line in accelerate_model(model):
-            logger.debug("%s", line)
-    return model, report
+    lora = plan.lora
+    if adapter is not None:
+        found = finish_lora(model, adapter, seed)
+        lora = found if mesh is None else lora  # a rank sees its part alone
+    if mesh is None:
+        if device.type == "cpu":
+            for line in accelerate_model(model):
+                logger.debug("%s", line)
+        _, packing_fault = packing_is_exact(model)
+        _recompute_and_compile(model, plan.anatomy.layers, activation_checkpointing, compile_layers)
+    else:
+        packing_fault = "" if plan.anatomy.attention_only else "positions of a row meet outside attention"
+    padded = device.type == "cpu" and model.dtype != torch.float64 and not packing_fault
+    return Network(
+        model=model,
+        head=Head(model, linear=plan.head),
+        device=device,
+        source=source,
+        mesh=mesh,
+        lora=lora,
+        row_multiple=_CPU_ROWS if padded else 1,
+        packing_fault=packing_fault,
+        limits=plan.limits,
+        parameters=plan.parameters,
+    )
+
+
+class _Plan:
+    """What happens to a model on meta, before its weights are read; `lay_out` is the order.
+
+    What is asked about the whole model is asked before it is cut: afterwards a rank sees its own part alone.
+    """
+
+    anatomy: Anatomy
+    limits: Limits
+    head: HeadInfo | None
+    lora: LoraReport | None = None
+    parameters: int
+
+    def __init__(
+        self,
+        adapter: LoraConfig | None,
+        seed: int,
+        activation_checkpointing: Policy,
+        compile_layers: bool,
+        mesh: Mesh | None,
+        parallel: ParallelConfig,
+    ) -> None:
+        self._adapter, self._seed, self._mesh, self._parallel = adapter, seed, mesh, parallel
+        self._checkpointing, self._compile = activation_checkpointing, compile_layers
+
+    def lay_out(self, model: Any) -> None:
+        if self._adapter is not None:
+            self.lora = apply_lora(model, self._adapter, self._seed)
+        self.anatomy, self.limits, self.head = describe(model), limits_of(model), linear_head(model)
+        tied = set(model.all_tied_weights_keys)
+        self.parameters = sum(p.numel() for name, p in model.named_parameters() if name not in tied)
+        if self._mesh is not None:
+            self._cut(model, self._mesh)
+
+    def _cut(self, model: Any, mesh: Mesh) -> None:
+        _recompute_and_compile(model, self.anatomy.layers, self._checkpointing, self._compile)
+        tie_on_meta(model)
+        if mesh.fsdp is not None:
+            shard(
+                model,
+                [model.get_submodule(name) for name in self.anatomy.layers],
+                mesh.fsdp,
+                reshard=self._parallel.reshard == "always" or (self._parallel.reshard == "auto" and mesh.stages == 1),
+                cpu_offload=self._parallel.cpu_offload,
+            )
+
+
+def _recompute_and_compile(model: Any, layers: Iterable[str], policy: Policy, compile_layers: bool) -> None:
+    checkpoint_activations(model, policy)
+    if compile_layers:
+        for name in layers:
+            model.get_submodule(name).compile()
 
 
 def build_state(
@@ -134,43 +220,35 @@ def build_state(
     seed: int = 0,
     activation_checkpointing: Policy = "off",
     compile_layers: bool = False,
+    mesh: Mesh | None = None,
+    parallel: ParallelConfig | None = None,
 ) -> TrainState:
-    """A model and its optimizer, ready for the first step. Arguments as of `build_model` and of the YAML."""
-    device = device or choose_device(None)
-    model, report = build_model(
+    """A model and its optimizer, ready for the first step. Arguments as of `build_network` and of the YAML."""
+    network = build_network(
         source,
         adapter=adapter,
         precision=precision,
-        device=device,
+        device=device or choose_device(None),
         attention=attention,
         from_scratch=from_scratch,
         trust_remote_code=trust_remote_code,
         seed=seed,
+        activation_checkpointing=activation_checkpointing,
+        compile_layers=compile_layers,
+        mesh=mesh,
+        parallel=parallel,
     )
-    anatomy = describe(model)
-    _, packing_fault = packing_is_exact(model)
-    checkpoint_activations(model, activation_checkpointing)
-    if compile_layers:
-        for name in anatomy.layers:
-            model.get_submodule(name).compile()
+    model = network.model
     model.train()
-    if device.type == "cpu":
+    if network.device.type == "cpu":
         tune_allocator()  # after loading, so that what loading freed has gone back to the system
-    inside = tuple(f"{layer}." for layer in anatomy.layers)
-    return TrainState(
-        model=model,
-        optimizer=build_optimizer(
-            model.named_parameters(),
-            optimizer,
-            adapters=is_adapter_weight,
-            hidden_matrices=lambda name: name.startswith(inside),
-            seed=seed,
-        ),
-        head=Head(model),
-        device=device,
-        source=source,
-        lora=report,
-        row_multiple=_CPU_ROWS if device.type == "cpu" and model.dtype != torch.float64 and not packing_fault else 1,
-        packing_fault=packing_fault,
-        limits=limits_of(model),
+    inside = tuple(f"{layer}." for layer in describe(model).layers)
+    made = build_optimizer(
+        model.named_parameters(),
+        optimizer,
+        adapters=is_adapter_weight,
+        hidden_matrices=lambda name: name.startswith(inside),
+        seed=seed,
     )
+    known = {field.name: getattr(network, field.name) for field in fields(network)}
+    return TrainState(optimizer=made, **known)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from luthier.batch import Batch
-from luthier.engine.logprobs import Head
+from luthier.engine.network import Network
 from luthier.hf.forward import hidden_states
-from luthier.hf.limits import limits_of
+from luthier.parallel.fsdp import within
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,65 +37,70 @@ class Evaluation:
         return asdict(self)
 
 
-@torch.no_grad()
-def batch_logprobs(model: Any, head: Head, batch: Batch) -> torch.Tensor:
-    """Log-probabilities of a microbatch's targets, without gradients.
+def batch_logprobs(network: Network, batch: Batch) -> torch.Tensor:
+    """Log-probabilities of a microbatch's targets, without gradients; on a layout all ranks call it.
 
     Args:
-        model: in whatever mode it is.
-        head: the model's head.
-        batch: on the model's device.
+        network: its model in whatever mode it is.
+        batch: on any device.
 
     Returns:
         [T] in fp32 or wider, 0 where the weight is 0.
     """
+    with torch.no_grad():
+        return within(network.model, _logprobs, network, batch.to(network.device))
+
+
+def _logprobs(network: Network, batch: Batch) -> torch.Tensor:
+    head = network.head
     chosen = batch.weights[0].nonzero().squeeze(-1)  # [n]
     values = torch.zeros(batch.tokens, dtype=head.dtype, device=batch.input_ids.device)
     if chosen.numel():
-        values[chosen] = head.logprobs(hidden_states(model, batch)[chosen], batch.targets[0, chosen])
+        values[chosen] = head.logprobs(hidden_states(network.model, batch)[chosen], batch.targets[0, chosen])
+    elif network.mesh is not None:  # its weights are everybody's: take part
+        head.logprobs(hidden_states(network.model, batch)[:1], batch.targets[0, :1])
     return values
 
 
 @torch.no_grad()
 def evaluate(
-    model: Any,
-    head: Head,
-    batches: Iterable[Batch],
-    device: torch.device,
-    *,
-    progress: Callable[[int], None] | None = None,
+    network: Network, batches: Iterable[Batch], *, progress: Callable[[int], None] | None = None
 ) -> Evaluation:
     """Measure a model on batches that together hold every row once.
 
     Sums are taken in float64 over single tokens, so how rows are batched changes nothing but rounding inside the model.
 
     Args:
-        model: put into evaluation mode meanwhile (no dropout), and back.
-        head: the model's head.
-        batches: microbatches with the rows' own weights (not divided by anything).
-        device: where the model is.
+        network: its model is put into evaluation mode meanwhile (no dropout), and back.
+        batches: microbatches with the rows' own weights (not divided by anything); on a layout this data rank's part,
+            equally many on every rank.
         progress: called with the rows done so far.
+
+    Returns:
+        of all rows, the same on every rank.
 
     Raises:
         DataError: a row holds what the model cannot read.
     """
-    limits = limits_of(model)
+    model = network.model
     was_training = model.training
     model.eval()
-    loss = weight = 0.0
-    rows = tokens = trained = 0
+    sums = torch.zeros(5, dtype=torch.float64)  # loss, weight, rows, tokens, trained tokens
     try:
-        for cpu_batch in batches:
-            limits.check(cpu_batch)
-            batch = cpu_batch.to(device)
-            loss -= float((batch_logprobs(model, head, batch).double() * batch.weights[0]).sum())
-            weight += batch.total_weight
-            rows += batch.documents
-            tokens += batch.tokens
-            trained += batch.trained_tokens
+        for batch in batches:
+            if network.limits is not None:
+                network.limits.check(batch)
+            logprobs = batch_logprobs(network, batch).double().cpu()
+            loss = -float((logprobs * batch.weights[0].cpu()).sum())
+            if batch.trained_tokens or batch.tokens > 1:  # not the single position of a rank that just takes part
+                counts = [batch.total_weight, batch.documents, batch.tokens, batch.trained_tokens]
+                sums += torch.tensor([loss, *counts], dtype=torch.float64)
             if progress is not None:
-                progress(rows)
+                progress(int(sums[2]))
     finally:
         model.train(was_training)
+    if network.mesh is not None:
+        sums = network.mesh.sum(sums.to(network.device)).cpu()
+    loss, weight, rows, tokens, trained = sums.tolist()
     mean = loss / weight if weight else math.nan
-    return Evaluation(mean, math.exp(mean) if mean < 700 else math.inf, rows, tokens, trained)
+    return Evaluation(mean, math.exp(mean) if mean < 700 else math.inf, int(rows), int(tokens), int(trained))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from luthier.batch import Batch
 from luthier.errors import NonFiniteError
@@ -14,12 +15,18 @@ from luthier.errors import NonFiniteError
 
 def first_bad_gradient(parameters: Mapping[str, nn.Parameter]) -> str | None:
     """Name of the first parameter whose gradient holds a NaN or infinity."""
-    return next((n for n, p in parameters.items() if p.grad is not None and not torch.isfinite(p.grad).all()), None)
+    return next((n for n, p in parameters.items() if p.grad is not None and not _finite(p.grad)), None)
 
 
 def first_bad_weight(model: nn.Module) -> str | None:
     """Name of the first parameter that itself holds a NaN or infinity."""
-    return next((n for n, p in model.named_parameters() if not torch.isfinite(p).all()), None)
+    return next((n for n, p in model.named_parameters() if not _finite(p)), None)
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    """Whether all that this rank holds of a tensor is finite; asks no other rank."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(torch.isfinite(local).all())
 
 
 def bad_rows(batch: Batch, logprobs: torch.Tensor) -> list[str]:

@@ -6,11 +6,11 @@ streams over the vocabulary. Any other head, an adapted one included, is the mod
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from luthier.hf.head import head_logits, linear_head
+from luthier.hf.head import HeadInfo, head_logits, linear_head
 from luthier.losses.cross_entropy import (
     DEFAULT_CHUNK,
     LOGITS_CHUNK,
@@ -27,13 +27,16 @@ class Head:
         model: a Transformers model, adapters in place.
         chunk: positions at a time; when left out, what suits the vocabulary streamed in tiles, and fewer where whole
             logits of a chunk are made.
+        linear: what `linear_head` found before the model was laid out over ranks; found here when left out.
     """
 
-    def __init__(self, model: Any, chunk: int | None = None) -> None:
+    def __init__(
+        self, model: Any, chunk: int | None = None, *, linear: HeadInfo | Literal["find"] | None = "find"
+    ) -> None:
         self._model = model
         self._chunk = chunk or DEFAULT_CHUNK
         self._logits_chunk = chunk or LOGITS_CHUNK
-        self._linear = linear_head(model)
+        self._linear = linear_head(model) if linear == "find" else linear
 
     @property
     def dtype(self) -> torch.dtype:

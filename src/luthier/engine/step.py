@@ -1,4 +1,4 @@
-"""The training step. There is no other one: the recipes, the API and the jobs all call these two functions.
+"""The training step. There is no other one: the recipes, the API and the jobs all call these functions.
 
 `forward_backward` adds the gradient of one microbatch to what is there; `optim_step` turns the sum into new weights.
 Both return what they measured and decide nothing about what is printed, saved or skipped.
@@ -7,17 +7,18 @@ Both return what they measured and decide nothing about what is printed, saved o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from luthier.batch import Batch
 from luthier.engine.guards import first_bad_gradient
+from luthier.engine.network import require_readable
 from luthier.engine.state import TrainState
-from luthier.errors import ModelError
 from luthier.hf.forward import hidden_states
-from luthier.parallel.norm import gradient_norm
+from luthier.parallel.fsdp import within
+from luthier.parallel.norm import gradient_norm, settle
 
 LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]
 """loss(logprobs [T], batch) -> scalar. `logprobs` holds log p(target) where the batch's weight is not 0, else 0."""
@@ -52,58 +53,61 @@ class OptimStep:
 
 
 def forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None = None) -> ForwardBackward:
-    """Run one microbatch forward and backward, adding its gradients to those already there.
+    """`forward_backward_all` of one microbatch."""
+    return forward_backward_all(state, [batch], loss)[0]
+
+
+def forward_backward_all(
+    state: TrainState, batches: Sequence[Batch], loss: LossFunction | None = None
+) -> list[ForwardBackward]:
+    """Run microbatches forward and backward, adding their gradients to those already there.
 
     The loss is a plain sum, so the weights of all microbatches of a step must together be normalised once, by the
     weight of the whole global batch (`batch.scaled(1 / total)`); microbatches and ranks then just add up.
     Positions of weight 0 never reach the head. A microbatch without trained positions adds exactly nothing.
 
+    On a layout every rank calls this with equally many microbatches, those of one data rank with the same ones. What
+    comes back is this data rank's part; `state.mesh.sum` of the losses is the loss of all.
+
     Args:
         state: whose model runs and whose gradients grow.
-        batch: one microbatch on any device.
+        batches: microbatches on any device.
         loss: a loss of one's own; weighted cross-entropy when left out.
 
     Raises:
-        ModelError: the batch holds several documents, and this architecture would let them see one another.
+        ModelError: a batch holds several documents, and this architecture would let them see one another.
         DataError: a token is outside the model's vocabulary, or a document is longer than its positions.
     """
-    require_readable(state, batch)
-    batch = batch.to(state.device)
-    chosen = batch.weights[0].nonzero().squeeze(-1)  # [n], none of them in the padding
-    dtype = state.head.dtype
-    if chosen.numel() == 0:
-        zero = torch.zeros((), dtype=dtype, device=state.device)
-        return ForwardBackward(zero, torch.zeros(batch.tokens, dtype=dtype, device=state.device))
+    for batch in batches:
+        require_readable(state, batch)
+    return [_forward_backward(state, batch.to(state.device), loss) for batch in batches]
+
+
+def _forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None) -> ForwardBackward:
+    if state.mesh is None and not batch.weights.any():
+        zero = torch.zeros((), dtype=state.head.dtype, device=state.device)
+        return ForwardBackward(zero, torch.zeros(batch.tokens, dtype=state.head.dtype, device=state.device))
+    value, logprobs = within(state.model, _loss, state, batch, loss)
+    value.backward()
+    return ForwardBackward(value.detach(), logprobs.detach())
+
+
+def _loss(state: TrainState, batch: Batch, loss: LossFunction | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of a microbatch and its log-probabilities [T]; on a layout all ranks run it, each with its part."""
+    weights = batch.weights[0]
+    chosen = weights.nonzero().squeeze(-1)  # [n], none of them in the padding
+    if chosen.numel() == 0:  # whoever shares weights has to take part in every collective, so with a position that
+        chosen = chosen.new_zeros(1)  # counts nothing
     hidden = hidden_states(state.model, batch.padded(state.row_multiple))[chosen]  # [n, hidden]
     targets = batch.targets[0, chosen]  # [n]
     if loss is None:
         # The coefficients are known, so the head makes its gradient in the forward pass.
-        value, logprobs = state.head.cross_entropy(hidden, targets, batch.weights[0, chosen])
-        value.backward()
-        full = _scatter(logprobs, chosen, batch.tokens)
-    else:
-        # The coefficients come later, from the loss: the head keeps nothing and computes again in the backward pass.
-        full = _scatter(state.head.logprobs(hidden, targets), chosen, batch.tokens)
-        value = loss(full, batch)
-        value.backward()
-    return ForwardBackward(value.detach(), full.detach())
-
-
-def require_readable(state: TrainState, batch: Batch) -> None:
-    """Refuse a batch that the model cannot read, or whose documents it would mix: wrong numbers without a word.
-
-    Raises:
-        ModelError: it holds more than one document and `state.packing_fault` says why that cannot be.
-        DataError: of a token or a length that the model does not have (`hf.limits`).
-    """
-    if state.limits is not None:
-        state.limits.check(batch)
-    if state.packing_fault and batch.documents > 1:
-        raise ModelError(
-            f"{type(state.model).__name__} cannot run {batch.documents} documents in one batch: {state.packing_fault}",
-            where="batch",
-            remedy="give each document a batch of its own (luthier.pack does)",
-        )
+        value, logprobs = state.head.cross_entropy(hidden, targets, weights[chosen])
+        return value, _scatter(logprobs, chosen, batch.tokens)
+    # The coefficients come later, from the loss: the head keeps nothing and computes again in the backward pass.
+    logprobs = state.head.logprobs(hidden, targets)
+    full = _scatter(logprobs.where(weights[chosen] != 0, 0.0 * logprobs), chosen, batch.tokens)
+    return loss(full, batch), full
 
 
 def optim_step(
@@ -117,12 +121,15 @@ def optim_step(
 
     Args:
         state: whose weights change.
-        loss: of this step; when it is not finite nothing is applied, whatever the gradients are.
+        loss: of this step, the whole one on every rank; when it is not finite nothing is applied, whatever the
+            gradients are.
         learning_rate_factor: multiplies the configured learning rate of every parameter group (a schedule's value).
         max_gradient_norm: gradients are scaled so that their norm is at most this; None for no clipping.
     """
     trainable = state.trainable
-    norm = gradient_norm(trainable.values())
+    if state.mesh is not None:
+        settle(trainable.values())
+    norm = gradient_norm(trainable.values(), state.mesh)
     finite = bool(torch.isfinite(norm)) and math.isfinite(loss)
     bad = None
     if finite:

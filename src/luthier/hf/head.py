@@ -73,16 +73,24 @@ class HeadInfo:
     """A head that is `u = hidden @ weight.T + bias`, then `scale * u`, then `softcap * tanh(. / softcap)`.
 
     Attributes:
-        weight: [vocabulary, hidden], the parameter itself (the embedding's, if tied).
-        bias: [vocabulary] or None.
+        module: the head itself; its weight is read when it is used, since loading, tying and sharding replace it.
         scale: factor of the logits; 1 where the model has none.
         softcap: bound of the logits; None where the model has none.
     """
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    module: nn.Linear
     scale: float = 1.0
     softcap: float | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[vocabulary, hidden], the parameter itself (the embedding's, if tied)."""
+        return self.module.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """[vocabulary] or None."""
+        return self.module.bias
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocabulary]; the plain form of what a streaming head computes."""
@@ -93,28 +101,25 @@ class HeadInfo:
 def linear_head(model: PreTrainedModel) -> HeadInfo | None:
     """What the head is, if it is one matrix with a scale and a soft cap at most, proven by probes of its own forward.
 
-    Scale and soft cap are read off the forward itself, run in float64 on a small matrix in the head's place; then the
-    real head is compared on random hidden states.
+    Scale and soft cap are read off the forward itself, run in float64 on a small matrix in the head's place; then a
+    random matrix in its place is compared on random hidden states. The head's own weight is not read, so the model may
+    be on meta.
 
     Returns:
         None where the head is anything else: adapters in it, a transformation before it, several outputs.
     """
     head = model.get_output_embeddings()
-    if (
-        not isinstance(head, nn.Linear)
-        or set(dict(head.named_parameters())) - {"weight", "bias"}
-        or head.weight.is_meta
-    ):
+    if not isinstance(head, nn.Linear) or set(dict(head.named_parameters())) - {"weight", "bias"}:
         return None
     name = next((name for name, child in model.named_children() if child is head), None)
     if name is None:
         return None  # inside another module, which does something of its own
     try:
         scale, softcap = _measure(model, name, head.in_features)
+        agrees = _agrees(model, name, head, scale, softcap)
     except _NotLinearError:
         return None
-    info = HeadInfo(head.weight, head.bias, scale, softcap)
-    return info if _agrees(model, info) and not _others_take_part(model, head) else None
+    return HeadInfo(head, scale, softcap) if agrees and not _others_take_part(model, head) else None
 
 
 class _NotLinearError(Exception):
@@ -131,13 +136,7 @@ def _measure(model: PreTrainedModel, name: str, width: int) -> tuple[float, floa
     def answer(values: torch.Tensor) -> torch.Tensor:
         hidden = torch.zeros(len(values), width, dtype=torch.float64)
         hidden[:, 0] = values
-        try:
-            logits = _own_forward(model, hidden, {name: probe})
-        except Exception as error:  # a forward that cannot run on the small matrix is none that we can name
-            raise _NotLinearError from error
-        if logits.shape != (len(values), 1):
-            raise _NotLinearError
-        return logits[:, 0].double()
+        return _answer(model, name, hidden, probe)[:, 0].double()
 
     small = torch.tensor([-3.0, -1.0, -0.25, 0.0, 0.5, 2.0, 7.0], dtype=torch.float64)
     here = answer(small)
@@ -171,16 +170,32 @@ def _round(value: float) -> float:
 
 
 @torch.no_grad()
-def _agrees(model: PreTrainedModel, info: HeadInfo) -> bool:
-    """Whether the model's forward and `info` give the same logits for random hidden states."""
-    weight = info.weight
+def _agrees(model: PreTrainedModel, name: str, head: nn.Linear, scale: float, softcap: float | None) -> bool:
+    """Whether the model's forward is of this form for a random matrix in the head's place, bias and all."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(4, weight.shape[1], generator=generator).to(weight)
-    own, ours = _own_forward(model, hidden, {}), info.logits(hidden)
-    if own.shape != ours.shape:
-        return False
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-5}.get(weight.dtype, 3e-2)
-    return bool((own.double() - ours.double()).abs().max() <= tolerance * own.double().abs().max().clamp(min=1e-6))
+    trial = nn.Linear(head.in_features, 7, bias=head.bias is not None, dtype=torch.float64)
+    for parameter in trial.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    hidden = torch.randn(4, head.in_features, generator=generator, dtype=torch.float64)
+    own = _answer(model, name, hidden, trial)
+    ours = HeadInfo(trial, scale, softcap).logits(hidden)
+    # some forwards compute in fp32 whatever they are given
+    return own.shape == ours.shape and bool((own.double() - ours).abs().max() <= 1e-5 * own.abs().max().clamp(min=1e-6))
+
+
+def _answer(model: PreTrainedModel, name: str, hidden: torch.Tensor, head: nn.Linear) -> torch.Tensor:
+    """Logits [n, outputs] of the model's forward with another matrix in the head's place.
+
+    Raises:
+        _NotLinearError: the forward cannot run so, or gives something else: none that `HeadInfo` can say.
+    """
+    try:
+        logits = _own_forward(model, hidden, {name: head})
+    except Exception as error:  # whatever it is, the forward does more than multiply by a matrix
+        raise _NotLinearError from error
+    if logits.shape != (len(hidden), head.out_features) or logits.is_meta:
+        raise _NotLinearError
+    return logits
 
 
 def _others_take_part(model: PreTrainedModel, head: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from luthier.errors import ModelError
+from luthier.errors import ModelError, UserError
 from luthier.hf import attention as luthier_attention
 from luthier.hf.initialise import initialise
 from luthier.hf.quiet import quiet
@@ -123,9 +124,10 @@ def load_model(
         else:
             arguments["state_dict"] = weights
             location = None
+        hooked = _hooked(base, loading)
         try:
-            model: PreTrainedModel = _hooked(base, loading).from_pretrained(location, **arguments)
-        except ModelError:
+            model: PreTrainedModel = hooked.from_pretrained(location, **arguments)
+        except UserError:
             raise
         except Exception as error:
             if loading.mismatched:
@@ -134,7 +136,7 @@ def load_model(
                 what = f"{base.__name__} cannot use the attention implementation {attention!r}"
                 raise ModelError(what, where="train.attention", remedy="leave it out, or take sdpa or eager") from error
             raise explain(source, error, "the model") from error
-    model.__class__ = base
+    _take_off(model, hooked, base)
     _finish(model, source, loading)
     return model
 
@@ -168,6 +170,13 @@ def build_on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
         return cls(own)
 
 
+def tie_on_meta(model: PreTrainedModel) -> None:
+    """Alias the weights that loading will alias, before anybody groups or shards them; on meta each stands alone."""
+    for target, owner in model.all_tied_weights_keys.items():
+        module, _, name = target.rpartition(".")
+        setattr(model.get_submodule(module), name, model.get_parameter(owner))
+
+
 def _config_of(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
     """The part of a config that a class is built from: of a model with eyes or ears perhaps its text model's."""
     text = config.sub_configs.get("text_config")
@@ -176,9 +185,7 @@ def _config_of(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrain
 
 def _default_attention(cls: type[PreTrainedModel]) -> str | None:
     """ "luthier", or None for architectures that look up no attention by name."""
-    if not cls._can_set_attn_implementation() or not cls._supports_attention_backend:
-        return None
-    return luthier_attention.register_attention()
+    return luthier_attention.register_attention() if luthier_attention.takes_attention(cls) else None
 
 
 def _hooked(base: type[PreTrainedModel], loading: _Loading) -> type[PreTrainedModel]:
@@ -193,6 +200,7 @@ def _hooked(base: type[PreTrainedModel], loading: _Loading) -> type[PreTrainedMo
     def maybe_distribute_model(cls: Any, model: PreTrainedModel, config: Any, mesh: Any) -> PreTrainedModel:
         if hasattr(model.config, "distributed_config"):
             del model.config.distributed_config  # ours was empty, and must not reach an exported config.json
+        _keep_dtypes(model)
         loading.own_keys = set(model.state_dict())
         if loading.weights:
             _untie_what_differs(model, loading.weights)
@@ -227,6 +235,25 @@ def _hooked(base: type[PreTrainedModel], loading: _Loading) -> type[PreTrainedMo
         "_finalize_model_loading": staticmethod(finalize),
     }
     return type(base.__name__, (base,), members)
+
+
+def _take_off(model: PreTrainedModel, hooked: type, base: type) -> None:
+    """Let the model be of its own class again, and one that was made of ours (FSDP's) of one made of that."""
+    cls = type(model)
+    if cls is hooked:
+        model.__class__ = base
+        return
+    bases = tuple(base if one is hooked else one for one in cls.__bases__)
+    members = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    model.__class__ = type(cls.__name__, bases, members)
+
+
+def _keep_dtypes(model: PreTrainedModel) -> None:
+    """Give weights on meta the dtype that loading gives them: some stay in fp32, and who shards them must know."""
+    plan = model._get_dtype_plan(model.dtype)
+    for name, parameter in model.named_parameters():
+        dtype = next((kept for pattern, kept in plan.items() if re.search(pattern, name)), parameter.dtype)
+        parameter.data = parameter.data.to(dtype)
 
 
 def _untie_what_differs(model: PreTrainedModel, weights: dict[str, Any]) -> None:

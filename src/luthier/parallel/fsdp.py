@@ -8,7 +8,8 @@ of the loss have been divided by those of the whole global batch already.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from types import MethodType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+
+Result = TypeVar("Result")
 
 
 def shard(
@@ -55,6 +58,10 @@ def shard(
     if expert_mesh is not None:
         for module in experts:
             fully_shard(module, mesh=expert_mesh, reshard_after_forward=reshard, **settings)
+    for module in model.modules():  # a group is of one dtype; routers are kept in fp32 by many models
+        own = [p.dtype for p in module.parameters(recurse=False) if p.is_floating_point() and p.requires_grad]
+        if own and all(kept != dtype for kept in own) and not isinstance(module, FSDPModule):
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard, **settings)
     for layer in layers:
         if any(True for _ in layer.parameters()):
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, **settings)
@@ -63,17 +70,23 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    model.__dict__["_within"] = MethodType(_within, model)
+    register_fsdp_forward_method(model, "_within")
 
 
-def as_forward(model: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """Give a model a method that counts as its forward: FSDP gathers the root's weights before it.
+def within(model: nn.Module, function: Callable[..., Result], *args: Any) -> Result:
+    """Call a function as if it were the model's forward: of a sharded model the root's weights are gathered for it.
 
     Args:
-        model: may be sharded or not.
-        name: of the method.
-        function: called with the model first.
+        model: sharded or not.
+        function: returns tensors, or tuples of them, so that their backward pass is noticed.
+        args: what it is called with.
     """
-    bound = function.__get__(model)  # type: ignore[attr-defined]
-    model.__dict__[name] = bound
-    if isinstance(model, FSDPModule):
-        register_fsdp_forward_method(model, name)
+    if not isinstance(model, FSDPModule):
+        return function(*args)
+    result: Result = cast(Any, model)._within(function, *args)
+    return result
+
+
+def _within(self: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)

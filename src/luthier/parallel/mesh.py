@@ -123,7 +123,7 @@ class Mesh:
 
     Attributes:
         fsdp: dp_shard x cp ranks, ("fsdp",), or with replicas ("dp_replicate", "fsdp"); None where both are 1.
-        efsdp: the same for the weights of experts.
+        efsdp: the same for the weights of experts, of one rank too; None without ep.
         tp, cp, pp, ep: one-dimensional; None where the degree is 1.
         data_rank: which part of each global batch this rank reads; ranks of tp, cp and pp read the same.
         stage: which of the pipeline's ranks this is, 0 without one.
@@ -142,17 +142,18 @@ class Mesh:
         self.tp = dense["tp"] if size.tp > 1 else None
         self.pp = dense["pp"] if size.pp > 1 else None
         self.fsdp = _sharding(dense, size.dp_replicate, size.fsdp, "fsdp")
-        self.cp = self.ep = self.efsdp = None
-        if size.cp > 1:
-            shape = (size.pp * size.data_ranks, size.cp, size.tp)
-            self.cp = init_device_mesh(kind, shape, mesh_dim_names=("rest", "cp", "tp"))["cp"]
+        self.ep = self.efsdp = None
+        rows = init_device_mesh(
+            kind, (size.pp, size.data_ranks, size.cp, size.tp), mesh_dim_names=("pp", "data", "cp", "tp")
+        )
+        self.cp = rows["cp"] if size.cp > 1 else None
+        self._data = rows["data"]
         if size.ep > 1:
             names = ("pp", "dp_replicate", "efsdp", "ep")
             experts = init_device_mesh(kind, (size.pp, size.dp_replicate, size.efsdp, size.ep), mesh_dim_names=names)
             self.ep = experts["ep"]
-            self.efsdp = _sharding(experts, size.dp_replicate, size.efsdp, "efsdp")
-        # What ranks of tp hold is the same on each, so sums go over the others alone.
-        self._sums = init_device_mesh(kind, (size.ranks // size.tp, size.tp), mesh_dim_names=("sums", "same"))["sums"]
+            # Of one rank too: it tells FSDP that these weights are none of the other mesh's.
+            self.efsdp = _sharding(experts, size.dp_replicate, size.efsdp, "efsdp") or experts["efsdp"]
         within = self.rank % (size.ranks // size.pp)  # place in the stage
         self.data_rank = within // (size.cp * size.tp)
         self.data_ranks = size.data_ranks
@@ -172,14 +173,23 @@ class Mesh:
         return self.layout.ranks // self.layout.pp
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks of data, cp and pp; all of them call it. Ranks of tp hold the same value already.
+        """Sum over the data ranks, of what the ranks that share the same rows (tp, cp, pp) all know. All ranks call it.
 
         Args:
-            value: any shape, not changed.
+            value: any shape, on the mesh's device; not changed.
         """
         total = value.detach().clone()
-        dist.all_reduce(total, group=self._sums.get_group())
+        dist.all_reduce(total, group=self._data.get_group())
         return total
+
+    @property
+    def part(self) -> int:
+        """Which part of the rows' positions this rank computes; ranks of tp and pp compute the same one."""
+        return self.data_rank * self.layout.cp + (self.cp.get_local_rank() if self.cp is not None else 0)
+
+    def wait(self) -> None:
+        """Return when all ranks have come here."""
+        dist.barrier()
 
     def agree(self, flag: bool) -> bool:
         """Whether any rank says so; all of them call it."""

@@ -8,10 +8,8 @@ from typing import Any
 from luthier.config import RunConfig
 from luthier.data.loader import Rows, build_rows, iterate_once
 from luthier.engine.evaluate import evaluate as measure
-from luthier.engine.logprobs import Head
 from luthier.errors import DataError
-from luthier.hf.forward import packing_is_exact
-from luthier.recipes.setup import inference_model, prepare_process, tokenizer_of
+from luthier.recipes.setup import inference_network, mesh_of, prepare_process, tokenizer_of
 from luthier.report.progress import stage
 
 
@@ -32,11 +30,17 @@ def evaluate(config: RunConfig, *, adapter: Path | None = None) -> dict[str, Any
     assert isinstance(rows, Rows)
     if config.evaluation.rows is not None:
         rows = rows.first(config.evaluation.rows)
-    model = inference_model(config, device, adapter)
-    exact, _ = packing_is_exact(model)
-    batches = iterate_once(rows, config.data.sequence_length, packing=config.data.packing and exact)
+    mesh = mesh_of(config, device)
+    network = inference_network(config, device, adapter, mesh)
+    batches = iterate_once(
+        rows,
+        config.data.sequence_length,
+        rank=mesh.data_rank if mesh else 0,
+        world_size=mesh.data_ranks if mesh else 1,
+        packing=config.data.packing and not network.packing_fault,
+    )
     with stage("evaluating") as told:
-        result = measure(model, Head(model), batches, device, progress=lambda done: told(done, len(rows)))
+        result = measure(network, batches, progress=lambda done: told(done, len(rows)))
     if not result.trained_tokens:
         raise DataError("no row has a token that counts", where="data.validation", remedy="look with luthier data show")
     return {

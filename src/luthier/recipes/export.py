@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
+
 from luthier.adapters import Merging, save_peft
 from luthier.config import RunConfig
 from luthier.config.sections import SGDConfig
@@ -13,6 +15,7 @@ from luthier.engine.checkpoint import Checkpointer, check_unchanged, committed, 
 from luthier.engine.state import TrainState
 from luthier.errors import CheckpointError, ConfigError
 from luthier.hf.save import base_dtype, replacing, save_model
+from luthier.hf.together import rank_in, together
 from luthier.hf.tokenizer import stop_token_ids
 from luthier.recipes.run_directory import RunDirectory
 from luthier.recipes.setup import identity, prepare_process, state_of, tokenizer_of
@@ -76,12 +79,15 @@ def export_state(
     if form == "adapter" and state.lora is None:
         raise ConfigError("this run trained no adapter", where="--adapter", remedy="leave it out for the whole model")
     tokenizer = state.tokenizer
+    group = dist.group.WORLD if state.mesh is not None else None
     card = model_card(config, measured, form=form or "merge")
     if form == "adapter":
-        with replacing(output, {}) as aside:
-            save_peft(state.model, aside, base_model=config.model, revision=config.revision)
-            tokenizer.save_pretrained(str(aside))
-            (aside / "README.md").write_text(card, encoding="utf-8")
+        with replacing(output, {}, group) as aside:
+            save_peft(state.model, aside, base_model=config.model, revision=config.revision, group=group)
+            with together(group):
+                if rank_in(group) == 0:
+                    tokenizer.save_pretrained(str(aside))
+                    (aside / "README.md").write_text(card, encoding="utf-8")
         return {"export": str(output), "form": "adapter"}
     merging = Merging(state.model)
     save_model(
@@ -92,11 +98,13 @@ def export_state(
         dtype=base_dtype(state.source),
         card=card,
         transform=merging,
+        group=group,
     )
     result: dict[str, Any] = {"export": str(output), "form": "merge"}
     if state.lora is not None:
-        logger.info("%s", merging.report)
-        result["merged"] = str(merging.report)
+        report = merging.report(group)
+        logger.info("%s", report)
+        result["merged"] = str(report)
     return result
 
 

@@ -11,7 +11,7 @@ from luthier.config import GenerationConfig, RunConfig
 from luthier.data.mask import Masker
 from luthier.hf.render import Encoder
 from luthier.hf.tokenizer import chat_template_of, encode_text, render, stop_token_ids, text_streamer
-from luthier.recipes.setup import inference_model, prepare_process, tokenizer_of
+from luthier.recipes.setup import inference_network, prepare_process, tokenizer_of
 from luthier.sampling.generate import generate_ids
 
 Message = Mapping[str, Any]
@@ -30,7 +30,7 @@ def generate(config: RunConfig, prompts: Sequence[str], *, adapter: Path | None 
     """
     device = prepare_process(config)
     tokenizer = tokenizer_of(config)
-    model = inference_model(config, device, adapter)
+    model = inference_network(config, device, adapter).model
     answers = []
     for number, prompt in enumerate(prompts):
         text, count = answer(model, tokenizer, prompt, config.generation, seed=config.seed + number)
@@ -65,7 +65,7 @@ def open_chat(config: RunConfig, *, adapter: Path | None = None) -> Callable[[Se
     """
     device = prepare_process(config)
     tokenizer = tokenizer_of(config)
-    model = inference_model(config, device, adapter)
+    model = inference_network(config, device, adapter).model
     stops = stops_of(model, tokenizer)
 
     def reply(messages: Sequence[Message]) -> Iterator[str]:

@@ -19,8 +19,8 @@ from luthier.data.packing import microbatches
 from luthier.engine.build import Precision, build_state, choose_device
 from luthier.engine.evaluate import Evaluation, batch_logprobs
 from luthier.engine.evaluate import evaluate as measure
+from luthier.engine.network import require_readable
 from luthier.engine.state import TrainState
-from luthier.engine.step import require_readable
 from luthier.errors import ConfigError
 from luthier.hf.save import base_dtype, save_model
 from luthier.hf.source import resolve
@@ -110,14 +110,14 @@ def logprobs(state: TrainState, batch: Batch) -> torch.Tensor:
     training = state.model.training
     state.model.eval()
     try:
-        return batch_logprobs(state.model, state.head, batch.to(state.device))
+        return batch_logprobs(state, batch)
     finally:
         state.model.train(training)
 
 
 def evaluate(state: TrainState, samples: Iterable[Sample], *, tokens_per_batch: int = 2048) -> Evaluation:
     """Token-weighted loss and perplexity over samples, each once; sums in float64."""
-    return measure(state.model, state.head, pack(list(samples), tokens_per_batch, state), state.device)
+    return measure(state, pack(list(samples), tokens_per_batch, state))
 
 
 def generate(state: TrainState, prompt: str, *, seed: int = 0, **how: Any) -> str:

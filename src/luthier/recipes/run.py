@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from luthier.config import RunConfig
 from luthier.data.loader import Loader, LoaderState, Rows, StreamRows
 from luthier.engine import randomness
@@ -17,9 +19,10 @@ from luthier.engine.checkpoint import Checkpointer, check_unchanged, read_record
 from luthier.engine.state import TrainState
 from luthier.errors import CheckpointError, ConfigError
 from luthier.hf.save import remove_leftovers
+from luthier.parallel.mesh import Mesh
 from luthier.recipes.export import trainable_only
 from luthier.recipes.run_directory import Interruption, RunDirectory
-from luthier.recipes.setup import identity, prepare_process, rows_of, state_of, tokenizer_of
+from luthier.recipes.setup import identity, mesh_of, prepare_process, rows_of, state_of, tokenizer_of
 from luthier.report.progress import stage
 from luthier.report.reporter import Reporter, run_log
 
@@ -74,14 +77,17 @@ class Run:
 @contextmanager
 def opened(config: RunConfig, resume: Resume) -> Iterator[Run]:
     """A run ready for its next step; while it is open it owns its directory and minds SIGTERM."""
+    device = prepare_process(config)
+    mesh = mesh_of(config, device)
     directory = RunDirectory(config.output)
-    with directory.locked(), run_log(directory.log), Interruption() as interruption:
-        run = open_run(config, directory, resume, interruption)
-        directory.write_config(config)
+    with owned(directory, mesh), Interruption() as interruption:
+        run = open_run(config, directory, resume, interruption, device, mesh)
+        if run.state.is_main:
+            directory.write_config(config)
         with Reporter(directory.path, config, run.state, run.total) as run.report:
             # Last of all, so that nothing that was drawn while setting up counts.
             if run.random_states is None:
-                randomness.seed_everything(config.seed)
+                randomness.seed_everything(config.seed + (mesh.part if mesh else 0))
             else:
                 randomness.restore(run.random_states)
             try:
@@ -91,9 +97,25 @@ def opened(config: RunConfig, resume: Resume) -> Iterator[Run]:
                 run.checkpoints.join()
 
 
-def open_run(config: RunConfig, directory: RunDirectory, resume: Resume, interruption: Interruption) -> Run:
+@contextmanager
+def owned(directory: RunDirectory, mesh: Mesh | None) -> Iterator[None]:
+    """The run's directory and its log, which on a layout belong to the main rank alone."""
+    if mesh is None or mesh.rank == 0:
+        with directory.locked(), run_log(directory.log):
+            yield
+    else:
+        yield
+
+
+def open_run(
+    config: RunConfig,
+    directory: RunDirectory,
+    resume: Resume,
+    interruption: Interruption,
+    device: torch.device,
+    mesh: Mesh | None,
+) -> Run:
     """Load data and model, and go on from the newest checkpoint if that is wanted."""
-    device = prepare_process(config)
     tokenizer = tokenizer_of(config)
     rows, held_out = rows_of(config, tokenizer)
     for line in rows.report.lines() if isinstance(rows, Rows) else ():
@@ -102,10 +124,11 @@ def open_run(config: RunConfig, directory: RunDirectory, resume: Resume, interru
         for line in held_out.report.lines():
             logger.info("validation: %s", line)
     with stage("loading the model"):
-        state = state_of(config, device)
+        state = state_of(config, device, mesh)
     state.tokenizer = tokenizer
-    full = f"full fine-tuning of {sum(p.numel() for p in state.trainable.values()):,} parameters"
-    logger.info("%s", state.lora or full)
+    logger.info("%s", state.lora or f"full fine-tuning of {state.parameters:,} parameters")
+    if mesh is not None:
+        logger.info("%d ranks: %s", mesh.layout.ranks, mesh.layout)
     data = config.data
     positions = state.limits.positions if state.limits is not None else None
     if positions is not None and isinstance(rows, Rows) and int(rows.lengths.max()) > positions:
@@ -117,7 +140,8 @@ def open_run(config: RunConfig, directory: RunDirectory, resume: Resume, interru
     if data.packing and state.packing_fault:
         logger.warning("packing is off: %s", state.packing_fault)
         data = data.model_copy(update={"packing": False})
-    loader = Loader(rows, data, config.train, seed=config.seed)
+    ranks = {"rank": mesh.data_rank, "world_size": mesh.data_ranks} if mesh is not None else {}
+    loader = Loader(rows, data, config.train, seed=config.seed, **ranks)
     run = Run(
         config=config,
         directory=directory,
@@ -137,16 +161,22 @@ def open_run(config: RunConfig, directory: RunDirectory, resume: Resume, interru
         interruption=interruption,
         total=loader.steps_total(),
     )
-    run.checkpoints.tidy()
-    remove_leftovers(directory.export)
+    if state.is_main:
+        run.checkpoints.tidy()
+        remove_leftovers(directory.export)
+    if mesh is not None:
+        mesh.wait()  # the others look at the directory when it is tidy
     newest = run.checkpoints.latest()
     if newest is not None and resume != "never":
         go_on(run, newest)
     elif resume == "must":
         raise CheckpointError("there is no checkpoint to go on from", where=str(directory.checkpoints))
     elif newest is not None:
-        logger.warning("starting anew: the checkpoints in %s are removed", directory.checkpoints)
-        run.checkpoints.clear()
+        if mesh is not None:
+            mesh.wait()  # all have seen them
+        if state.is_main:
+            logger.warning("starting anew: the checkpoints in %s are removed", directory.checkpoints)
+            run.checkpoints.clear()
     return run
 
 

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from luthier.config import LoraConfig, RunConfig
 from luthier.data.loader import Rows, StreamRows, build_rows
-from luthier.engine.build import build_model, build_state, choose_device
+from luthier.engine.build import build_network, build_state, choose_device
 from luthier.engine.identity import model_digest
+from luthier.engine.network import Network
 from luthier.engine.randomness import seed_everything
 from luthier.engine.state import TrainState
 from luthier.hf.source import ModelSource, resolve
 from luthier.hf.tokenizer import load_tokenizer
+from luthier.parallel.mesh import Layout, Mesh
 from luthier.report.progress import stage
 
 
@@ -58,7 +61,18 @@ def rows_of(config: RunConfig, tokenizer: Any) -> tuple[Rows | StreamRows, Rows 
     return rows, held_out
 
 
-def state_of(config: RunConfig, device: torch.device) -> TrainState:
+def mesh_of(config: RunConfig, device: torch.device) -> Mesh | None:
+    """The groups of a run that was started on several ranks; None in one process.
+
+    Raises:
+        ConfigError: the layout takes another number of ranks.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    layout = Layout.resolve(config.parallel, ranks)
+    return Mesh(layout, device) if ranks > 1 else None
+
+
+def state_of(config: RunConfig, device: torch.device, mesh: Mesh | None = None) -> TrainState:
     """The model and its optimizer."""
     return build_state(
         model_source(config),
@@ -72,12 +86,16 @@ def state_of(config: RunConfig, device: torch.device) -> TrainState:
         seed=config.seed,
         activation_checkpointing=config.train.activation_checkpointing,
         compile_layers=config.train.compile,
+        mesh=mesh,
+        parallel=config.parallel,
     )
 
 
-def inference_model(config: RunConfig, device: torch.device, adapter: Path | None) -> Any:
+def inference_network(
+    config: RunConfig, device: torch.device, adapter: Path | None, mesh: Mesh | None = None
+) -> Network:
     """A config's model without what its training would add, or with the adapters of a directory of PEFT files."""
-    model, _ = build_model(
+    network = build_network(
         model_source(config),
         adapter=LoraConfig(start_from=str(adapter)) if adapter is not None else None,
         precision=config.train.precision,
@@ -86,8 +104,11 @@ def inference_model(config: RunConfig, device: torch.device, adapter: Path | Non
         from_scratch=config.from_scratch,
         trust_remote_code=config.trust_remote_code,
         seed=config.seed,
+        mesh=mesh,
+        parallel=config.parallel,
     )
-    return model.eval()
+    network.model.eval()
+    return network
 
 
 def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from luthier.config import RunConfig
 from luthier.data.loader import StepBatch, StreamRows, iterate_once
 from luthier.engine.evaluate import Evaluation, evaluate
 from luthier.engine.guards import bad_rows, first_bad_weight, non_finite_error
-from luthier.engine.step import forward_backward, optim_step
+from luthier.engine.step import forward_backward_all, optim_step
 from luthier.optim.schedules import factor
 from luthier.recipes.export import export_state
 from luthier.recipes.run import Resume, Run, opened, save
@@ -55,7 +55,7 @@ def loop(run: Run) -> None:
             last = state.counters.step == run.total
             if run.held_out is not None and (last or due(config.evaluation.every, state.counters.step)):
                 run.report.validation(state.counters.step, measure(run))
-            stop = run.interruption.signal is not None or enough(run)
+            stop = asked_to_stop(run) or enough(run)
             if last or stop or due(config.checkpoint.every, state.counters.step) or best_now(run):
                 save(run)
             if stop:
@@ -74,8 +74,9 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
     """
     config, state = run.config, run.state
     factor_of_weights = 1 / batch.total_weight if batch.total_weight else 0.0
-    outputs = [forward_backward(state, microbatch.scaled(factor_of_weights)) for microbatch in batch.microbatches]
-    loss = float(torch.stack([output.loss for output in outputs]).sum())
+    outputs = forward_backward_all(state, [microbatch.scaled(factor_of_weights) for microbatch in batch.microbatches])
+    total = torch.stack([output.loss for output in outputs]).sum()
+    loss = float(total if state.mesh is None else state.mesh.sum(total))
     rate = factor(state.counters.step, run.total, config.schedule)
     update = optim_step(state, loss=loss, learning_rate_factor=rate, max_gradient_norm=config.train.max_gradient_norm)
     state.counters.rows += batch.rows
@@ -109,11 +110,15 @@ def measure(run: Run) -> Evaluation:
     assert run.held_out is not None
     config, state, course = run.config, run.state, run.course
     batches = iterate_once(
-        run.held_out, config.data.sequence_length, packing=config.data.packing and not state.packing_fault
+        run.held_out,
+        config.data.sequence_length,
+        rank=state.mesh.data_rank if state.mesh else 0,
+        world_size=state.mesh.data_ranks if state.mesh else 1,
+        packing=config.data.packing and not state.packing_fault,
     )
     with stage("evaluating") as told:
         rows = len(run.held_out)
-        result = evaluate(state.model, state.head, batches, state.device, progress=lambda done: told(done, rows))
+        result = evaluate(state, batches, progress=lambda done: told(done, rows))
     course.validation = {"step": state.counters.step, **result.to_dict()}
     # A loss that is not finite is never the best: nothing would ever be lower than NaN.
     if math.isfinite(result.loss) and (course.best_loss is None or result.loss < course.best_loss):
@@ -150,6 +155,12 @@ def finish(run: Run) -> dict[str, Any]:
         with stage("exporting"):
             summary |= export_state(run.config, run.state, run.stop_ids, run.directory.export, form, measured)
     return summary
+
+
+def asked_to_stop(run: Run) -> bool:
+    """Whether a signal has come, to whichever rank: all stop after the same step."""
+    own = run.interruption.signal is not None
+    return own if run.state.mesh is None else run.state.mesh.agree(own)
 
 
 def due(every: int | None, step: int) -> bool:

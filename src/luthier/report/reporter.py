@@ -45,6 +45,8 @@ class State(Protocol):
     device: torch.device
 
     @property
+    def is_main(self) -> bool: ...
+    @property
     def counters(self) -> Any: ...
 
 
@@ -79,8 +81,11 @@ class Reporter:
         self._flops = count_flops(state.model)
         self._peak = peak_flops(state.device, _dtype(state.model))
         values = config.model_dump(mode="json")
-        self._sinks: list[Sink] = [JsonlSink(directory / "metrics.jsonl", step=state.counters.step)]
-        for name in config.report.trackers:
+        self._main = state.is_main
+        self._sinks: list[Sink] = []
+        if self._main:
+            self._sinks.append(JsonlSink(directory / "metrics.jsonl", step=state.counters.step))
+        for name in config.report.trackers if self._main else ():
             self._sinks.append(open_tracker(name, directory, config.report.project, values, step=state.counters.step))
         self._first = state.counters.step + 1
         self._pace: float | None = None
@@ -136,7 +141,8 @@ class Reporter:
         if counters.step > self._first or self._pace is None:
             old = self._pace if counters.step > self._first + 1 else None
             self._pace = seconds if old is None else _PACE_MEMORY * old + (1 - _PACE_MEMORY) * seconds
-        self._show(counters.step, row, edge)
+        if self._main:
+            self._show(counters.step, row, edge)
         return row
 
     def validation(self, step: int, result: Measurement) -> None:

@@ -1,0 +1,66 @@
+"""Network: a model that can be run, on one process or laid out over many, and what is known about running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from luthier.batch import Batch
+from luthier.errors import ModelError
+
+if TYPE_CHECKING:
+    from luthier.adapters import LoraReport
+    from luthier.engine.logprobs import Head
+    from luthier.hf.limits import Limits
+    from luthier.hf.source import ModelSource
+    from luthier.parallel.mesh import Mesh
+
+
+@dataclass(kw_only=True)
+class Network:
+    """A model with its head; `engine.build` makes it."""
+
+    model: Any
+    """A Transformers model with adapters in place; on a layout, this rank's part of it."""
+    head: Head
+    """How hidden states become log-probabilities."""
+    device: torch.device
+    source: ModelSource
+    """Where the weights came from."""
+    mesh: Mesh | None = None
+    """The groups of a run on several ranks; None in one process."""
+    lora: LoraReport | None = None
+    """What was adapted, in the whole model; None in full fine-tuning."""
+    row_multiple: int = 1
+    """Microbatches are padded to a multiple of this many positions while they train."""
+    packing_fault: str = ""
+    """Why several documents cannot stand in one microbatch of this architecture; empty where they can."""
+    limits: Limits | None = None
+    """Which ids and how long rows the model can read; None = not known, so not checked."""
+    parameters: int = 0
+    """Of the whole model, tied ones once."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that speaks and writes for all."""
+        return self.mesh is None or self.mesh.rank == 0
+
+
+def require_readable(network: Network, batch: Batch) -> None:
+    """Refuse a batch that the model cannot read, or whose documents it would mix: wrong numbers without a word.
+
+    Raises:
+        ModelError: it holds more than one document and `network.packing_fault` says why that cannot be.
+        DataError: of a token or a length that the model does not have (`hf.limits`).
+    """
+    if network.limits is not None:
+        network.limits.check(batch)
+    if network.packing_fault and batch.documents > 1:
+        raise ModelError(
+            f"{type(network.model).__name__} cannot run {batch.documents} documents in one batch: "
+            f"{network.packing_fault}",
+            where="batch",
+            remedy="give each document a batch of its own (luthier.pack does)",
+        )

@@ -1,0 +1,117 @@
+"""What tests of layouts share: rows, a run on every rank of a world, and its gradients as whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from luthier.batch import Batch, Sample
+from luthier.config import LoraConfig, ParallelConfig
+from luthier.config.sections import SGDConfig
+from luthier.engine.build import build_state
+from luthier.engine.evaluate import evaluate
+from luthier.engine.state import TrainState
+from luthier.engine.step import forward_backward_all, optim_step
+from luthier.hf.source import resolve
+from luthier.parallel.mesh import Layout, Mesh
+
+LENGTHS = [23, 1, 40, 7, 12, 9, 18, 31]
+
+
+def documents(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Sample]:
+    """Rows of odd lengths, some of whose targets are not trained on."""
+    generator = np.random.default_rng(seed)
+    samples = []
+    for length in lengths:
+        ids = generator.integers(4, 260, length + 1)
+        weights = generator.choice([0.0, 1.0, 0.5], length + 1).astype(np.float32)
+        samples.append(Sample.from_ids(ids, weights, f"row {len(samples)}"))
+    return samples
+
+
+def microbatches(samples: Sequence[Sample], part: int, parts: int, count: int = 2) -> list[Batch]:
+    """`count` packed microbatches of this data rank's rows, whose weights are those of the whole global batch."""
+    factor = 1 / sum(float(sample.weights.sum()) for sample in samples)
+    own = samples[part::parts]
+    return [Batch.pack(own[number::count]).scaled(factor) for number in range(count)]
+
+
+def ready(
+    path: Path | str,
+    layout: dict[str, int],
+    *,
+    precision: str = "fp64",
+    adapter: LoraConfig | None = None,
+    seed: int = 0,
+    **more: Any,
+) -> TrainState:
+    """A model on a layout; called on every rank. `more` are fields of `parallel`, or arguments of build_state."""
+    fields = {name: more.pop(name) for name in list(more) if name in ParallelConfig.model_fields}
+    device = torch.device("cpu")
+    parallel = ParallelConfig(**layout, **fields)
+    ranks = torch.distributed.get_world_size()
+    mesh = Mesh(Layout.resolve(parallel, ranks), device)
+    return build_state(
+        resolve(str(path)),
+        adapter=adapter,
+        optimizer=more.pop("optimizer", SGDConfig(name="sgd", learning_rate=0.1)),
+        precision=precision,  # type: ignore[arg-type]
+        device=device,
+        mesh=mesh,
+        parallel=parallel,
+        seed=seed,
+        **more,
+    )
+
+
+def strengthen(state: TrainState) -> None:
+    """Give every lora_B values that do not depend on the layout: with zeros no gradient would reach lora_A."""
+    from luthier.adapters.layer import adapted_layers
+    from luthier.hf.shards import fill
+
+    for name, layer in adapted_layers(state.model):
+        up = layer.lora_B.weight
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        fill(up, torch.randn(up.shape, generator=generator, dtype=torch.float64).to(up.dtype) * 0.1)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full value of what may be sharded; all ranks that share it call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def measure(
+    path: Path | str, layout: dict[str, int], samples: Sequence[Sample], *, lora: LoraConfig | None = None, **how: Any
+) -> dict[str, Any]:
+    """Loss, gradients (whole, by name, of this rank's stage), norm and validation loss of one step on a layout."""
+    state = ready(path, layout, adapter=lora, **how)
+    if lora is not None:
+        strengthen(state)
+    mesh = state.mesh
+    assert mesh is not None
+    batches = microbatches(samples, mesh.data_rank, mesh.data_ranks)
+    measured = evaluate(state, [batch.scaled(1.0) for batch in batches])
+    state.model.train()
+    outputs = forward_backward_all(state, batches)
+    loss = float(mesh.sum(torch.stack([output.loss for output in outputs]).sum()))
+    from luthier.parallel.norm import settle
+
+    settle(state.trainable.values())
+    gradients = {name: whole(p.grad) for name, p in state.trainable.items() if p.grad is not None}
+    missing = [name for name, p in state.trainable.items() if p.grad is None]
+    update = optim_step(state, loss=loss)
+    return {
+        "loss": loss,
+        "gradients": gradients,
+        "missing": missing,
+        "norm": update.gradient_norm,
+        "logprobs": [output.logprobs for output in outputs],
+        "validation": measured.loss,
+        "lora": str(state.lora),
+        "parameters": state.parameters,
+    }

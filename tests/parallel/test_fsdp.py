@@ -1,0 +1,106 @@
+"""FSDP and HSDP: the numbers of plain Transformers in one process, full and with adapters."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig as PeftLora
+from peft import get_peft_model
+
+from luthier.config import LoraConfig
+from luthier.hf.tiny import debug_config
+from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong, weighted_sum
+from tests.parallel.cases import documents, measure
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+TYPES = {"llama": 1e-10, "qwen3": 1e-10, "gemma2": 1e-6, "gpt2": 1e-10, "mixtral": 1e-6}
+LORA = LoraConfig(rank=4, target=["attn"])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {kind: save_strong(debug_config(kind), root / kind) for kind in TYPES}
+
+
+def reference(path: Path) -> Reference:
+    samples = documents()
+    factor = 1 / sum(float(sample.weights.sum()) for sample in samples)
+    return weighted_sum(plain_model(path, torch.float64), samples, factor)
+
+
+def check(results: list[dict[str, Any]], expected: Reference, bound: float) -> None:
+    norm = math.sqrt(sum(float(g.square().sum()) for g in expected.gradients.values()))
+    for result in results:
+        assert not result["missing"]
+        assert result["loss"] == pytest.approx(expected.loss, rel=1e-10)
+        assert result["validation"] == pytest.approx(expected.loss, rel=1e-10)
+        assert result["norm"] == pytest.approx(norm, rel=bound)
+        assert gradient_error(result["gradients"], expected.gradients) < bound
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_two_shards(world: Any, models: dict[str, Path], kind: str) -> None:
+    check(world(2).run(measure, models[kind], {"dp_shard": 2}, documents()), reference(models[kind]), TYPES[kind])
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4}])
+def test_replicas_and_shards(world: Any, models: dict[str, Path], layout: dict[str, int]) -> None:
+    check(world(4).run(measure, models["qwen3"], layout, documents()), reference(models["qwen3"]), 1e-10)
+
+
+@pytest.mark.parametrize("how", [{"reshard": "never"}, {"activation_checkpointing": "full"}, {"cpu_offload": False}])
+def test_policies_change_no_number(world: Any, models: dict[str, Path], how: dict[str, Any]) -> None:
+    results = world(2).run(measure, models["llama"], {"dp_shard": 2}, documents(), **how)
+    check(results, reference(models["llama"]), 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_adapters_equal_peft(world: Any, models: dict[str, Path], kind: str) -> None:
+    results = world(2).run(measure, models[kind], {"dp_shard": 2}, documents(), lora=LORA)
+    plain = plain_model(models[kind], torch.float64)
+    names = {"qwen3": ["q_proj", "k_proj", "v_proj", "o_proj"], "gpt2": ["attn.c_attn", "attn.c_proj"]}[kind]
+    peft = get_peft_model(plain, PeftLora(r=4, lora_alpha=8, target_modules=names, fan_in_fan_out=kind == "gpt2"))
+    prefix, weight = "base_model.model.", ".default.weight"
+    ours = dict(peft.named_parameters())
+    from luthier.adapters.init import first_down
+
+    with torch.no_grad():
+        for name, parameter in ours.items():
+            layer = name.removeprefix(prefix)
+            if ".lora_A." in name:
+                layer = layer.removesuffix(f".lora_A{weight}")
+                parameter.copy_(first_down(4, parameter.shape[1], layer, 0))
+            elif ".lora_B." in name:
+                layer = layer.removesuffix(f".lora_B{weight}")
+                generator = torch.Generator().manual_seed(sum(layer.encode()))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
+    samples = documents()
+    factor = 1 / sum(float(sample.weights.sum()) for sample in samples)
+    expected = weighted_sum(peft, samples, factor)
+    expected.gradients = {
+        name.removeprefix(prefix).replace(".default", ""): gradient for name, gradient in expected.gradients.items()
+    }
+    check(results, expected, 1e-10)
+
+
+def test_random_weights_are_those_of_one_process(world: Any) -> None:
+    from luthier.hf.load import load_model
+    from luthier.hf.source import resolve
+
+    one = dict(load_model(resolve("debug:qwen3"), seed=3).named_parameters())
+    for weights in world(2).run(initial, "debug:qwen3", {"dp_shard": 2}, seed=3):
+        assert weights.keys() == one.keys()
+        assert all(torch.equal(value, one[name]) for name, value in weights.items())
+
+
+def initial(model: str, layout: dict[str, int], *, seed: int) -> dict[str, torch.Tensor]:
+    from tests.parallel.cases import ready, whole
+
+    state = ready(model, layout, precision="fp32", seed=seed)
+    return {name: whole(parameter.detach()) for name, parameter in state.model.named_parameters()}
