@@ -33,6 +33,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from luthier.errors import ModelError, UserError
 from luthier.hf import attention as luthier_attention
 from luthier.hf.initialise import initialise
+from luthier.hf.kinds import not_causal
 from luthier.hf.quiet import quiet
 from luthier.hf.source import ModelSource, explain, fetch, load_config
 from luthier.hf.weights import open_weights, same_bits
@@ -102,6 +103,9 @@ def load_model(
             f"{source.name} holds quantised weights, which cannot be trained", where="model", remedy=remedy
         )
     base = model_class(source, own, trust_remote_code=trust_remote_code)
+    if (kind := not_causal(own)) is not None:
+        remedy = "choose a model that writes text from left to right"
+        raise ModelError(f"{source.name} is {kind}", where="model", remedy=remedy)
     scratch = from_scratch or source.kind == "debug"
     with ExitStack() as stack:
         stack.enter_context(quiet())
@@ -217,6 +221,7 @@ def _hooked(base: type[PreTrainedModel], loading: _Loading) -> type[PreTrainedMo
         return dataclasses.replace(load_config, device_map={"": loading.device})
 
     def load(model: PreTrainedModel, state_dict: Any, files: Any, load_config: Any, *rest: Any) -> Any:
+        state_dict = _of_this_part(model, state_dict, loading.own_keys, load_config.weight_mapping or [])
         return base._load_pretrained_model(model, state_dict, files, placed(load_config), *rest)
 
     def finalize(model: PreTrainedModel, load_config: Any, info: Any) -> Any:
@@ -254,6 +259,26 @@ def _keep_dtypes(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         dtype = next((kept for pattern, kept in plan.items() if re.search(pattern, name)), parameter.dtype)
         parameter.data = parameter.data.to(dtype)
+
+
+def _of_this_part(
+    model: PreTrainedModel, weights: dict[str, Any], whole: set[str], conversions: list[Any]
+) -> dict[str, Any]:
+    """A checkpoint without the weights that `prepare` took out of the model; what no model would have stays in."""
+    elsewhere = whole - set(model.state_dict())
+    if not elsewhere:
+        return weights
+    known = dict.fromkeys(whole, True)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+
+    def name_of(key: str) -> str:
+        name: str = rename_source_key(key, renamings, converters, model.base_model_prefix, known)[0]
+        if name not in known and key in known:  # as the loader does
+            name = rename_source_key(key, [], [], model.base_model_prefix, known)[0]
+        return name
+
+    return {key: value for key, value in weights.items() if name_of(key) not in elsewhere}
 
 
 def _untie_what_differs(model: PreTrainedModel, weights: dict[str, Any]) -> None:
