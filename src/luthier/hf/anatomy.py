@@ -94,11 +94,6 @@ def describe(model: PreTrainedModel) -> Anatomy:
             elif any(p.dim() == 3 for p in module.parameters(recurse=False)) and not isinstance(module, nn.Conv1d):
                 found["experts"].append(name)
     head_name = names.get(id(head)) if head is not None else None
-    stateful = any(
-        isinstance(module, nn.Conv1d) or _STATEFUL.search(type(module).__name__)
-        for layer in layers
-        for module in layer.modules()
-    )
     return Anatomy(
         backbone=backbone_name(model),
         embedding=names[id(embedding)],
@@ -112,8 +107,19 @@ def describe(model: PreTrainedModel) -> Anatomy:
         routers=tuple(found["router"]),
         others=tuple(found["other"]),
         experts=tuple(found["experts"]),
-        attention_only=not stateful,
+        attention_only=_stateful(layers) is None,
     )
+
+
+def stateful_part(model: PreTrainedModel) -> str | None:
+    """Class of the first module in which positions of a row meet outside attention; None if there is none."""
+    return _stateful(_layers(text_backbone(model)))
+
+
+def _stateful(layers: list[nn.Module]) -> str | None:
+    inside = (module for layer in layers for module in layer.modules())
+    found = (m for m in inside if isinstance(m, nn.Conv1d) or _STATEFUL.search(type(m).__name__))
+    return next((type(module).__name__ for module in found), None)
 
 
 def backbone_name(model: PreTrainedModel) -> str:

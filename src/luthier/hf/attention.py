@@ -7,13 +7,15 @@ name; both are registered here, so padding, sliding windows and packing cannot g
   `eager` where the model or the call needs it (soft caps, attention sinks);
 - documents and plain causal softmax on the CPU: `blocked_attention`;
 - documents and anything else: the model's own function, one call a document.
+
+Where several ranks hold a row, `shared_row.py` brings together what one of these three needs.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from luthier.errors import ModelError
 from luthier.hf.blocked_attention import blocked_attention
 from luthier.hf.documents import Documents, active_documents, documents_of, is_channel
+from luthier.hf.shared_row import Piece, attend_shared
 
 NAME = "luthier"
 """The name to give as `attn_implementation`."""
@@ -44,6 +47,11 @@ def register_attention() -> str:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, document_mask)
     return NAME
+
+
+def takes_attention(cls: type[PreTrainedModel]) -> bool:
+    """Whether an architecture looks its attention up by name, so that "luthier" can stand there."""
+    return bool(cls._can_set_attn_implementation() and cls._supports_attention_backend)
 
 
 def document_mask(
@@ -70,6 +78,9 @@ def document_mask(
             device=device,
             **kwargs,
         )
+    if packed.exchange is not None:
+        mask_function = _for_the_whole_row(mask_function, packed, device, kwargs)
+        q_length, kv_length = q_length * packed.exchange.degree, kv_length * packed.exchange.degree
     if batch_size != 1 or q_length != packed.tokens or kv_length != packed.tokens:
         raise ModelError(
             f"documents of {packed.tokens} positions in all were given for {batch_size} row(s) of {q_length} queries "
@@ -86,6 +97,29 @@ def document_mask(
     assert mask is not None  # the skips are forbidden above
     index = packed.index(device)
     return packed.attach(mask & (index[:, None] == index[None, :]))
+
+
+def _for_the_whole_row(
+    mask_function: Callable[..., torch.Tensor], packed: Documents, device: torch.device | str, kwargs: dict[str, Any]
+) -> Callable[..., torch.Tensor]:
+    """The same mask for a row of which this rank holds a part: asked about places within documents, not the row.
+
+    Takes the attention mask out of `kwargs`: it is the one of ones that keeps Transformers from looking for documents
+    in this part of the row (`parallel/context.py`).
+    """
+    kwargs["attention_mask"] = None
+    if kwargs.get("use_vmap") or not kwargs.pop("allow_is_causal_skip", True):
+        raise ModelError(
+            "the model adds a mask of its own, made for the part of the row that one rank holds",
+            where="parallel.cp",
+            remedy="set it to 1",
+        )
+    place = packed.positions(device)  # chunks of attention begin at a document's start, wherever that is in the row
+
+    def whole(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return mask_function(batch, head, place[query], place[key])
+
+    return whole
 
 
 def _is_causal(mask_function: Callable[..., torch.Tensor], packed: Documents, device: torch.device | str) -> bool:
@@ -140,44 +174,64 @@ def attention(
         if own is not sdpa_attention_forward:
             attention_mask = _additive(attention_mask, query, key)
         return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    if query.shape[2] != packed.tokens or key.shape[2] != packed.tokens:
+    if query.shape[2] != packed.held or key.shape[2] != packed.held:
         raise ModelError(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} positions in a packed row of "
-            f"{packed.tokens}",
+            f"{packed.held}",
             where="attention",
             remedy="switch packing off (data.packing: false)",
         )
     mask = None if is_channel(attention_mask) else attention_mask
-    plain = own is sdpa_attention_forward and mask is None and not dropout and kwargs.get("position_bias") is None
-    if plain and query.device.type == "cpu" and query.dtype in _BLOCKED_DTYPES:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return blocked_attention(query, key, value, packed, scale), None
-    return _per_document(own, module, query, key, value, mask, packed, dropout, scaling, kwargs)
+    options = {**kwargs, "dropout": dropout, "scaling": scaling}
+    run = functools.partial(_whole_row, own, packed)
+    if packed.exchange is None:
+        return run(module, query, key, value, mask, options, None)
+    return attend_shared(run, packed, packed.exchange, module, query, key, value, mask, options), None
 
 
-def _per_document(
+def _whole_row(
     own: Attention,
+    packed: Documents,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    packed: Documents,
-    dropout: float,
-    scaling: float | None,
-    kwargs: dict[str, Any],
+    options: dict[str, Any],
+    pieces: Sequence[Piece] | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One call of the model's own attention for each document: right for every architecture."""
+    """Attention where keys and values of the whole row are at hand.
+
+    Args:
+        own: the model's own attention function.
+        packed: the documents.
+        module: the attention module.
+        query: [1, heads, T, head_dim], or with `pieces` what these name.
+        key: [1, kv_heads, T, head_dim].
+        value: [1, kv_heads, T, value_dim].
+        mask: bool [1, 1, T, T], or None where it is causal within each document.
+        options: keyword arguments of the attention function.
+        pieces: which queries meet which keys; all queries of each document when left out.
+    """
+    plain = own is sdpa_attention_forward and mask is None and not options["dropout"]
+    plain = plain and pieces is None and options.get("position_bias") is None
+    if plain and query.device.type == "cpu" and query.dtype in _BLOCKED_DTYPES:
+        scale = query.shape[-1] ** -0.5 if options["scaling"] is None else options["scaling"]
+        return blocked_attention(query, key, value, packed, scale), None
+    if pieces is None:
+        pieces = [Piece(slice(*span), slice(*span), slice(*span)) for span in packed.spans]
+    options = dict(options)
+    bias = options.pop("position_bias", None)
     outputs = []
-    bias = kwargs.pop("position_bias", None)
-    for start, stop in packed.spans:
-        here = slice(start, stop)
-        q, k, v = query[:, :, here], key[:, :, here], value[:, :, here]
-        m = None if mask is None else mask[:, :, here, here]
+    for piece in pieces:
+        q, k, v = query[:, :, piece.queries], key[:, :, piece.keys], value[:, :, piece.keys]
+        m = None if mask is None else mask[:, :, piece.rows, piece.keys]
         if own is not sdpa_attention_forward:
             m = _additive(m, q, k)
-        extra = {} if bias is None else {"position_bias": bias[:, :, here, here]}
-        outputs.append(own(module, q, k, v, m, dropout=dropout, scaling=scaling, **extra, **kwargs)[0])
+        elif m is None and q.shape[2] != k.shape[2]:
+            m = _causal(q, k)  # sdpa would let the first query meet the first key
+        extra = {} if bias is None else {"position_bias": bias[:, :, piece.rows, piece.keys]}
+        outputs.append(own(module, q, k, v, m, **extra, **options)[0])
     return torch.cat(outputs, dim=1), None
 
 
@@ -207,9 +261,14 @@ def _architecture(cls: type) -> tuple[Attention | None, bool]:
 def _additive(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Bool mask or None (= causal) as eager functions want it: 0 or the most negative number, [batch, 1, q, kv]."""
     if mask is None:
-        q, kv = query.shape[2], key.shape[2]
-        mask = torch.ones(q, kv, dtype=torch.bool, device=query.device).tril(kv - q)[None, None]
+        mask = _causal(query, key)
     if mask.dtype != torch.bool:
         return mask
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
     return torch.where(mask, zero, torch.finfo(query.dtype).min)
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """bool [1, 1, q, kv]: the last query meets all keys, each one before it one less."""
+    q, kv = query.shape[2], key.shape[2]
+    return torch.ones(q, kv, dtype=torch.bool, device=query.device).tril(kv - q)[None, None]

@@ -11,13 +11,48 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
 _ATTRIBUTE = "luthier_documents"
 """Name under which a mask tensor carries its `Documents`."""
+
+
+class Exchange(Protocol):
+    """How ranks that each hold a part of a row trade positions for heads (`parallel/context.py`).
+
+    Attributes:
+        degree: number of ranks.
+        rank: which of them this is.
+    """
+
+    degree: int
+    rank: int
+
+    def positions(self, tokens: int) -> torch.Tensor:
+        """int64 [T / degree], on the CPU: which positions of a row of T this rank holds, in its order."""
+        ...
+
+    def to_heads(
+        self, tensors: Sequence[torch.Tensor], wanted: Sequence[Sequence[Sequence[int]]]
+    ) -> tuple[torch.Tensor, ...]:
+        """Some heads of all positions for all heads of this rank's positions; all ranks, differentiable.
+
+        Args:
+            tensors: [1, heads, T / degree, dim] each.
+            wanted: for each tensor, for each rank, the heads that it asks for; several may ask for one.
+
+        Returns:
+            [1, heads asked for here, T, dim] each, positions in the row's order.
+        """
+        ...
+
+    def to_positions(self, output: torch.Tensor) -> torch.Tensor:
+        """The way back: [1, T, heads / degree, dim] to [1, T / degree, heads, dim]; all ranks, differentiable."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +62,12 @@ class Documents:
     Attributes:
         cu_seqlens: int32 [documents + 1], first position of each document, then T.
         bounds: the same numbers on the host.
+        exchange: where several ranks hold the row, each a part of it; None where every rank has it whole.
     """
 
     cu_seqlens: torch.Tensor
     bounds: tuple[int, ...]
+    exchange: Exchange | None = field(default=None, compare=False)
 
     @staticmethod
     def of(cu_seqlens: torch.Tensor | Sequence[int]) -> Documents:
@@ -51,6 +88,11 @@ class Documents:
         return self.bounds[-1]
 
     @property
+    def held(self) -> int:
+        """Positions of the row that this rank holds."""
+        return self.tokens // (self.exchange.degree if self.exchange is not None else 1)
+
+    @property
     def spans(self) -> list[tuple[int, int]]:
         """[(first, one past the last)] of each document."""
         return list(pairwise(self.bounds))
@@ -63,6 +105,11 @@ class Documents:
         """int64 [T]: the number of the document that each position belongs to."""
         lengths = torch.tensor([stop - start for start, stop in self.spans])
         return torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
+
+    def positions(self, device: torch.device | str) -> torch.Tensor:
+        """int64 [T]: the place of each position within its document."""
+        starts = torch.tensor([start for start, _ in self.spans])
+        return (torch.arange(self.tokens) - starts[self.index("cpu")]).to(device)
 
     def channel(self, device: torch.device | str) -> torch.Tensor:
         """int32 [1, 1, 1, documents + 1] that stands for "causal within each document" in the place of a mask."""
