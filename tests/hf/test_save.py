@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,23 @@ def keys(directory: Path) -> set[str]:
         with safe_open(file, framework="pt") as handle:
             found |= set(handle.keys())
     return found
+
+
+class Making:
+    """A transform: makes one weight of itself and another, and leaves out what belongs to adapters."""
+
+    def __init__(self, name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.name, self.make = name, make
+
+    def sources(self, name: str) -> Sequence[str] | None:
+        if "lora_" in name:
+            return None
+        return (name, "model.norm.weight") if name == self.name else (name,)
+
+    def __call__(self, name: str, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        assert name == self.name
+        assert len(sources) == 2
+        return self.make(sources[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,9 +111,7 @@ def test_a_head_that_has_left_its_embedding_is_written_untied(tmp_path: Path) ->
 def test_a_transform_of_the_head_alone_unties_the_export_and_leaves_the_model(tmp_path: Path) -> None:
     model = debug("llama", tie_word_embeddings=True)
     before = model.lm_head.weight.detach().clone()
-    save_model(
-        model, tmp_path / "out", tokenizer=None, transform=lambda name, w: w + 1 if name == "lm_head.weight" else w
-    )
+    save_model(model, tmp_path / "out", tokenizer=None, transform=Making("lm_head.weight", lambda w: w + 1))
     plain = opened(tmp_path / "out")
     assert torch.equal(plain.lm_head.weight, before + 1)
     assert torch.equal(plain.model.embed_tokens.weight, before)
@@ -109,7 +125,7 @@ def test_adapters_are_refused_unless_dealt_with(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"q_proj\.lora_A is no weight of a plain LlamaForCausalLM"):
         save_model(model, tmp_path / "out", tokenizer=None)
     assert list(tmp_path.iterdir()) == [], "nothing half written is left"
-    save_model(model, tmp_path / "out", tokenizer=None, transform=lambda name, w: None if "lora_" in name else w)
+    save_model(model, tmp_path / "out", tokenizer=None, transform=Making("", lambda w: w))
     opened(tmp_path / "out")
 
 
@@ -181,12 +197,11 @@ def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     out = tmp_path / "out"
     save_model(debug("gpt2"), out, tokenizer=None)
 
-    def breaks(name: str, weight: torch.Tensor) -> torch.Tensor:
-        if "layers.1" in name:
-            raise RuntimeError("the power went")
-        return weight
+    def breaks(weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the power went")
 
+    broken = Making("model.layers.1.mlp.up_proj.weight", breaks)
     with pytest.raises(RuntimeError, match="the power went"):
-        save_model(debug("llama"), out, tokenizer=None, transform=breaks)
+        save_model(debug("llama"), out, tokenizer=None, transform=broken)
     assert opened(out).config.model_type == "gpt2"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

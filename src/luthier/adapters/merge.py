@@ -7,6 +7,7 @@ said, since in bfloat16 a small update can vanish in it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from luthier.adapters.layer import LoraLayer, adapted_layers, detach, is_adapter_weight
 from luthier.adapters.structure import untie
 from luthier.hf.anatomy import describe
+from luthier.hf.together import Group, exchange
 
 _ROWS = 4096
 """Rows of a weight that are added at a time: what is wider than the weight stays small."""
@@ -50,13 +52,16 @@ def merged_weight(layer: LoraLayer) -> tuple[Tensor, float]:
     """The weight that alone does what a layer and its adapter do.
 
     Args:
-        layer: an adapted layer.
+        layer: an adapted layer, whole.
 
     Returns:
         a new tensor of the base weight's shape, dtype and device, and its deviation (`MergeReport.deviation`).
     """
-    weight = layer.weight.detach()
-    down, up = layer.lora_A.weight.detach(), layer.lora_B.weight.detach()
+    return _merged(layer, layer.weight.detach(), layer.lora_A.weight.detach(), layer.lora_B.weight.detach())
+
+
+def _merged(layer: LoraLayer, weight: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, float]:
+    """The same of whole matrices that were gathered from where a layer's parts lie."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     exactly = torch.float64 if weight.dtype.itemsize >= 4 else torch.float32
     left, right = (down.t(), up.t()) if layer.lora_shape.transposed else (up, down)
@@ -100,44 +105,61 @@ def merge(model: Any) -> MergeReport:
 
 
 class Merging:
-    """What `merge` would make of each weight, while the model goes on training: a `transform` of `hf.save.save_model`.
+    """What `merge` would make of each weight, while the model goes on training: a `Transform` of `hf.save.save_model`.
 
     One merged weight at a time is made and handed out, and none is kept.
 
     Args:
-        model: a Transformers model, with adapters in place or without.
-
-    Attributes:
-        untied: the head comes out with a weight of its own, and the exported config must say so.
+        model: a Transformers model or what this rank holds of it, with adapters in place or without.
     """
 
     def __init__(self, model: Any) -> None:
-        self.untied = _must_part(model)
         self._layers = {_WRAPPERS.sub("", name): layer for name, layer in adapted_layers(model)}
+        self._tied = {_WRAPPERS.sub("", name) for name in _tied_heads(model)}
         self._deviations: dict[str, float] = {}
 
-    def __call__(self, name: str, value: Tensor) -> Tensor | None:
-        """The weight to write under a name of the model's state.
+    def sources(self, name: str) -> Sequence[str] | None:
+        """The weights that one in the export is made of.
 
         Args:
             name: full name of a parameter or buffer.
-            value: what the model holds there.
 
         Returns:
-            a new tensor for an adapted layer's weight, None for an adapter's own, otherwise `value` itself.
+            an adapted layer's weight with its two matrices, None for one of these, otherwise the weight alone.
         """
         if is_adapter_weight(name):
             return None
         owner, _, last = name.rpartition(".")
         if last != "weight" or owner not in self._layers:
-            return value
-        merged, self._deviations[owner] = merged_weight(self._layers[owner])
+            return (name,)
+        return (name, f"{owner}.lora_A.weight", f"{owner}.lora_B.weight")
+
+    def __call__(self, name: str, sources: Sequence[Tensor]) -> Tensor:
+        """The merged weight of an adapted layer.
+
+        Args:
+            name: full name of the weight.
+            sources: it and the two matrices, whole.
+
+        Returns:
+            a new tensor.
+        """
+        owner = name.rpartition(".")[0]
+        merged, self._deviations[owner] = _merged(self._layers[owner], *sources)
         return merged
 
-    @property
-    def report(self) -> MergeReport:
-        """What the rounding of all weights handed out so far cost."""
-        return _report(self._deviations, self.untied)
+    def report(self, group: Group | None = None) -> MergeReport:
+        """What the rounding of all weights handed out so far cost.
+
+        Args:
+            group: ranks that have each handed out some, all of which call this.
+        """
+        deviations: dict[str, float] = {}
+        tied: set[str] = set()
+        for found, heads in exchange((self._deviations, self._tied), group):
+            deviations |= found
+            tied |= heads
+        return _report(deviations, bool(tied & deviations.keys()))
 
 
 def _report(deviations: dict[str, float], untied: bool) -> MergeReport:
@@ -147,7 +169,12 @@ def _report(deviations: dict[str, float], untied: bool) -> MergeReport:
 
 def _must_part(model: Any) -> bool:
     """Whether an adapter beside a tied head would change the embedding if it were folded in."""
+    return bool(_tied_heads(model))
+
+
+def _tied_heads(model: Any) -> list[str]:
+    """The head's name where it carries an adapter and shares the embedding's weight."""
     anatomy = describe(model)
     if not anatomy.tied or anatomy.head is None:
-        return False
-    return isinstance(model.get_submodule(anatomy.head), LoraLayer)
+        return []
+    return [anatomy.head] if isinstance(model.get_submodule(anatomy.head), LoraLayer) else []

@@ -5,36 +5,49 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from luthier.adapters.layer import LoraSpec, adapted_layers
+from luthier.adapters.layer import LoraLayer, LoraSpec, adapted_layers
 from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, PeftConfig, peft_config_json, read_peft_config
 from luthier.adapters.structure import attach_all, both_ends_trained, freeze, settle_ties, untie, wholly_trained
 from luthier.errors import ModelError
 from luthier.hf.anatomy import describe
+from luthier.hf.gather import gather, plain_class, reshard
 from luthier.hf.linear import linear_shape
+from luthier.hf.load import build_on_meta
+from luthier.hf.tensor_file import Entry, TensorFile
+from luthier.hf.together import Group, exchange, global_rank, rank_in, together
 
 PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
-def save_peft(model: Any, directory: str | Path, *, base_model: str | None = None, revision: str | None = None) -> Path:
+def save_peft(
+    model: Any,
+    directory: str | Path,
+    *,
+    base_model: str | None = None,
+    revision: str | None = None,
+    group: Group | None = None,
+) -> Path:
     """Write a model's adapters, and the modules trained whole, as PEFT does.
 
     Args:
-        model: adapters in place.
+        model: adapters in place; whole, or what this rank holds of it.
         directory: made if it is not there. A reader never finds a half-written adapter in it: everything is written
             aside and renamed, the config last.
         base_model: name or path of the base, for whoever loads the files.
         revision: its revision on the Hub.
+        group: all ranks that hold parts of the model, all of which call this and see the directory; each writes what
+            it holds. None where this process holds it whole.
 
     Returns:
         the directory.
@@ -42,42 +55,99 @@ def save_peft(model: Any, directory: str | Path, *, base_model: str | None = Non
     Raises:
         ModelError: the model carries no adapters.
     """
+    reshard(model)
     layers = dict(adapted_layers(model))
-    if not layers:
-        raise ModelError("there are no adapters to save", remedy="export the whole model instead")
     trained = wholly_trained(model)
-    tensors: dict[str, Tensor] = {}
-    for name, layer in layers.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A.weight
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = layer.lora_B.weight
-    for name in trained:
-        for key, value in model.get_submodule(name).state_dict().items():
-            tensors[f"{PREFIX}{name}.{key}"] = value
-    ready = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in tensors.items()}
+    own = _own_tensors(model, layers, trained)
+    told = exchange(
+        (
+            {name: layer.lora_spec for name, layer in layers.items()},
+            any(layer.lora_shape.transposed for layer in layers.values()),
+            [Entry.of(key, value) for key, value in own.items()],
+        ),
+        group,
+    )
+    specs = {name: spec for found, _, _ in told for name, spec in found.items()}
+    if not specs:
+        raise ModelError("there are no adapters to save", remedy="export the whole model instead")
+    writers: dict[str, int] = {}
+    entries: dict[str, Entry] = {}
+    for rank, (_, _, found) in enumerate(told):
+        for entry in found:
+            writers.setdefault(entry.name, rank)
+            entries.setdefault(entry.name, entry)
+    plain = build_on_meta(cast(Any, plain_class(model)), model.config)
     text = peft_config_json(
-        ranks={name: layer.lora_spec.rank for name, layer in layers.items()},
-        alphas={name: layer.lora_spec.alpha for name, layer in layers.items()},
-        dropout=max(layer.lora_spec.dropout for layer in layers.values()),
-        rslora=any(layer.lora_spec.rslora for layer in layers.values()),
+        ranks={name: spec.rank for name, spec in specs.items()},
+        alphas={name: spec.alpha for name, spec in specs.items()},
+        dropout=max(spec.dropout for spec in specs.values()),
+        rslora=any(spec.rslora for spec in specs.values()),
         modules=trained,
-        names=[name for name, _ in model.named_modules() if not name.endswith((".lora_A", ".lora_B"))],
-        ties=both_ends_trained(model, describe(model)),
-        transposed=any(layer.lora_shape.transposed for layer in layers.values()),
+        names=[name for name, _ in plain.named_modules()],
+        ties=both_ends_trained(model, describe(plain)),
+        transposed=any(transposed for _, transposed, _ in told),
         base_model=base_model,
         revision=revision,
     )
     target = Path(directory)
-    target.mkdir(parents=True, exist_ok=True)
-    for stale in (CONFIG_FILE, WEIGHT_FILES[1]):
-        (target / stale).unlink(missing_ok=True)
-    _write(target / WEIGHT_FILES[0], lambda path: save_file(ready, path, metadata={"format": "pt"}))
-    _write(target / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+    leads = rank_in(group) == 0
+    aside = _aside(target / WEIGHT_FILES[0])
+    with together(group):
+        if leads:
+            target.mkdir(parents=True, exist_ok=True)
+            for stale in (CONFIG_FILE, WEIGHT_FILES[1]):
+                (target / stale).unlink(missing_ok=True)
+            TensorFile(aside, entries.values()).close()
+    with together(group):
+        _write_own(aside, list(entries.values()), own, writers, group)
+    with together(group):
+        if leads:
+            _rename(aside, target / WEIGHT_FILES[0])
+            aside = _aside(target / CONFIG_FILE)
+            aside.write_text(text, encoding="utf-8")
+            _rename(aside, target / CONFIG_FILE)
     return target
 
 
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    aside = path.with_name(f".{path.name}.aside")
-    write(aside)
+def _own_tensors(model: Any, layers: Mapping[str, LoraLayer], trained: Sequence[str]) -> dict[str, Tensor]:
+    """key in PEFT's file -> this rank's part of what it stands for."""
+    own: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        name = _WRAPPERS.sub("", name)
+        own[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A.weight
+        own[f"{PREFIX}{name}.lora_B.weight"] = layer.lora_B.weight
+    inside = tuple(f"{name}." for name in trained)
+    for key, value in model.state_dict(keep_vars=True).items():
+        if (name := _WRAPPERS.sub("", key)).startswith(inside):
+            own[f"{PREFIX}{name}"] = value
+    return own
+
+
+def _write_own(
+    path: Path, entries: Sequence[Entry], own: Mapping[str, Tensor], writers: Mapping[str, int], group: Group | None
+) -> None:
+    """Gather and write one tensor after the other; ranks that hold the same take the same in the same order."""
+    failure: Exception | None = None
+    file = TensorFile(path, entries, create=False)
+    for entry in entries:
+        if entry.name not in own:
+            continue
+        value = gather(own[entry.name], global_rank(group, writers[entry.name]))
+        if value is not None and writers[entry.name] == rank_in(group) and failure is None:
+            try:
+                file.write(entry.name, value)
+            except Exception as error:  # others wait for what this rank holds, so it goes on giving
+                failure = error
+    file.close()
+    if failure is not None:
+        raise failure
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.aside")
+
+
+def _rename(aside: Path, path: Path) -> None:
     with open(aside, "rb") as file:
         os.fsync(file.fileno())
     os.replace(aside, path)
