@@ -32,7 +32,8 @@ FACADE = {"__init__"}
 """`import luthier` may hand out anything, lazily."""
 
 TRANSFORMERS = ("hf/", "verify/reference")
-NO_TORCH = ("config/", "errors.py", "launch.py", "jobs/", "cli/main.py", "cli/frame.py", "cli/__init__", "__init__")
+NO_TORCH = ("config/", "errors.py", "launch/__init__", "jobs/", "cli/main.py", "cli/border.py", "cli/frame.py")
+NO_TORCH += ("cli/__init__", "__init__")
 CEILING = 450
 
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -28,7 +28,7 @@ def test_help_imports_nothing_heavy() -> None:
     )
     answer = run(code=code)
     *page, last = answer.stdout.splitlines()
-    assert last == "[] ['luthier.cli.frame', 'luthier.cli.main'] 0"
+    assert last == "[] ['luthier.cli.border', 'luthier.cli.frame', 'luthier.cli.main'] 0"
     assert all(any(line.strip().startswith(name) for line in page) for name in VERBS)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from luthier.errors import UserError
+from luthier.launch import Outcome, request
 
 if TYPE_CHECKING:
     from luthier.config import RunConfig
@@ -35,6 +37,22 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")
 ]
 """`main` looks for it itself, since an error in the arguments before it must be JSON too."""
+ProcessesOption = Annotated[
+    str | None,
+    typer.Option("--nproc", metavar="N", help="Start N processes on this machine; auto is one for each GPU."),
+]
+NodesOption = Annotated[
+    str | None, typer.Option("--nnodes", metavar="N|MIN:MAX", help="On how many machines this command is started.")
+]
+MeetingOption = Annotated[
+    str | None, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where the machines meet: on one of them.")
+]
+RestartsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-restarts", metavar="N", min=0, help="Go on from the last checkpoint when a process fails, N times."
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +98,33 @@ def run_config(
     if validation is not None:
         overrides.append("data.validation_fraction=null")
     return load_config(path, overrides, model=model, data=data, validation=validation, output=output, defaults=defaults)
+
+
+def launched(
+    context: typer.Context,
+    logs: Path | None,
+    *,
+    nproc: str | None,
+    nnodes: str | None,
+    rdzv_endpoint: str | None,
+    max_restarts: int | None = None,
+) -> Outcome | None:
+    """Start the ranks of this command, if it is to do that, and wait for them.
+
+    Args:
+        context: of the command.
+        logs: directory for their logs; None for one that is kept only after a failure.
+        nproc: the option of that name; so for the others.
+
+    Returns:
+        how they ended; None where this process is to do the work itself.
+    """
+    asked = request(os.environ, nproc=nproc, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, max_restarts=max_restarts)
+    if asked is None:
+        return None
+    from luthier.launch.agent import start
+
+    return start(asked, context.find_root().obj, logs)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:

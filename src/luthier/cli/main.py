@@ -6,7 +6,6 @@ import errno
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, TextIO
@@ -16,9 +15,11 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 from typer.main import get_command
 
-from luthier import __version__
-from luthier.cli.frame import Answer, entries, to_json
+from luthier import __version__, launch
+from luthier.cli.border import Border
+from luthier.cli.frame import Answer
 from luthier.errors import EXIT_USER_ERROR, UserError
+from luthier.launch.world import heed_launcher
 
 INTERRUPTED = 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -79,73 +80,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 for a fault of Luthier's own, 2 for one that the user can mend, 130 or 143 when interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    as_json = "--json" in words
-    if not sys.stderr.isatty():
+    # What a rank is started with: this very command, with whatever the interpreter was told.
+    command = [sys.executable, *(sys.orig_argv[1:] if argv is None else ["-m", "luthier", *words])]
+    border = Border(as_json="--json" in words)
+    if border.launched:
+        heed_launcher()
+    if not sys.stderr.isatty() or border.rank:
         os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' progress bars, which fill a log with their redrawing
-    with _standard_output(reserved=as_json) as out:
+    with _standard_output(reserved=border.as_json or border.launched or border.rank > 0) as out:
         try:
-            answer = get_command(app).main(args=words, prog_name="luthier", standalone_mode=False)
+            answer = get_command(app).main(args=words, prog_name="luthier", standalone_mode=False, obj=tuple(command))
             if answer == INTERRUPTED:  # what typer makes of Ctrl-C
                 raise KeyboardInterrupt
+            if isinstance(answer, launch.Outcome):
+                return border.pass_on(answer, out)
             if not isinstance(answer, Answer):
                 return answer if isinstance(answer, int) else 0
-            _print(answer, out, as_json)
-            return answer.code
+            return border.answer(answer, out)
         except UserError as error:
             details = {"where": error.where, "what": error.what, "remedy": error.remedy}
-            return _fail(str(error), details, type(error).__name__, EXIT_USER_ERROR, out if as_json else None)
+            return border.fail(str(error), details, type(error).__name__, EXIT_USER_ERROR, out)
         except TyperException as error:
-            return _fail(_usage(error), {}, "UsageError", EXIT_USER_ERROR, out if as_json else None)
+            return border.fail(_usage(error), {}, "UsageError", EXIT_USER_ERROR, out)
         except (KeyboardInterrupt, typer.Abort):
-            return _fail("interrupted", {}, "Interrupted", INTERRUPTED, out if as_json else None)
+            return border.fail("interrupted", {}, "Interrupted", INTERRUPTED, out)
         except SystemExit as error:  # SIGTERM while there is nothing to save yet, or nothing any more
             code = error.code if isinstance(error.code, int) else 1
-            return _fail("interrupted", {}, "Interrupted", code, out if as_json else None)
+            return border.fail("interrupted", {}, "Interrupted", code, out)
         except BrokenPipeError:
             # Whoever read standard output has left; Python would complain again when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
             return 1
         except OSError as error:
             if error.filename is None and error.errno not in _FULL:
-                return _crash(error, out if as_json else None)
+                return border.crash(error, out)
             place = os.fsdecode(error.filename) if error.filename is not None else "the disk"
             message = f"{place}: {error.strerror}" + ("; free some space" if error.errno in _FULL else "")
-            return _fail(message, {}, type(error).__name__, EXIT_USER_ERROR, out if as_json else None)
+            return border.fail(message, {}, type(error).__name__, EXIT_USER_ERROR, out)
         except Exception as error:
-            return _crash(error, out if as_json else None)
-
-
-def _print(answer: Answer, out: TextIO, as_json: bool) -> None:
-    if as_json:
-        print(to_json(answer.result), file=out, flush=True)
-        return
-    console = None
-    for line in entries(answer.result) if answer.lines is None else answer.lines:
-        if isinstance(line, str):
-            print(line, file=out)
-            continue
-        if console is None:
-            from rich.console import Console
-
-            console = Console(file=out, highlight=False, soft_wrap=True)
-        console.print(line)
-    out.flush()
-
-
-def _fail(message: str, details: dict[str, Any], kind: str, code: int, out: TextIO | None) -> int:
-    for line in message.splitlines() or [kind]:
-        print(f"error: {line}" if code == EXIT_USER_ERROR else line, file=sys.stderr)
-    if out is not None:
-        print(to_json({"error": {"kind": kind, "message": message, **details}}), file=out, flush=True)
-    return code
-
-
-def _crash(error: Exception, out: TextIO | None) -> int:
-    traceback.print_exception(error)
-    if out is not None:
-        message = f"{type(error).__name__}: {error}"
-        print(to_json({"error": {"kind": "InternalError", "message": message}}), file=out, flush=True)
-    return 1
+            return border.crash(error, out)
 
 
 def _usage(error: TyperException) -> str:

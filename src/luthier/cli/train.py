@@ -8,13 +8,29 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from luthier.cli.frame import Answer, Arguments, DataOption, JsonOption, ModelOption, OutputOption, run_config, verb
+from luthier.cli.frame import (
+    Answer,
+    Arguments,
+    DataOption,
+    JsonOption,
+    MeetingOption,
+    ModelOption,
+    NodesOption,
+    OutputOption,
+    ProcessesOption,
+    RestartsOption,
+    launched,
+    run_config,
+    verb,
+)
+from luthier.launch import Outcome
 
 app = verb("train")
 
 
 @app.command()
 def train(
+    context: typer.Context,
     arguments: Arguments = None,
     model: ModelOption = None,
     data: DataOption = None,
@@ -26,13 +42,21 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Do two steps on real data, write nothing, say what the run would take.")
     ] = False,
+    nproc: ProcessesOption = None,
+    nnodes: NodesOption = None,
+    rdzv_endpoint: MeetingOption = None,
+    max_restarts: RestartsOption = None,
     as_json: JsonOption = False,
-) -> Answer:
+) -> Answer | Outcome:
     """Fine-tune a model.
 
     `luthier train run.yaml adapter.rank=64`, or without a file: `luthier train --model MODEL --data rows.jsonl`.
     """
     config = run_config(arguments, model=model, data=data, output=output)
+    logs = None if dry_run else config.output / "logs"
+    ranks = launched(context, logs, nproc=nproc, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, max_restarts=max_restarts)
+    if ranks is not None:
+        return ranks
     from luthier.recipes import sft
 
     if dry_run:
