@@ -309,23 +309,23 @@ def test_what_is_not_finite_is_named_or_skipped(tmp_path: Path, rows: Path, monk
 
     from luthier.recipes import sft
 
-    own, calls = sft.forward_backward, []
+    own, calls = sft.forward_backward_all, []
 
-    def poisoned(state: Any, batch: Any) -> Any:
-        calls.append(batch)
-        return own(state, batch.scaled(float("nan")) if len(calls) == 1 else batch)
+    def poisoned(state: Any, batches: Any) -> Any:
+        calls.append(batches)
+        return own(state, [batch.scaled(float("nan")) for batch in batches] if len(calls) == 1 else batches)
 
-    monkeypatch.setattr(sft, "forward_backward", poisoned)
+    monkeypatch.setattr(sft, "forward_backward_all", poisoned)
     calm = config(tmp_path, rows, "skip", train={"steps": 3, "rows_per_step": 4, "on_non_finite": "skip"})
     summary = train(calm)
     assert (summary["steps"], summary["skipped_steps"]) == (3, 1)
 
-    def ruined(state: Any, batch: Any) -> Any:
+    def ruined(state: Any, batches: Any) -> Any:
         next(iter(state.trainable.values())).data.fill_(math.nan)
-        return own(state, batch)
+        return own(state, batches)
 
     # Weights that are not finite themselves spoil every later step: skipping them all would end in a ruined export.
-    monkeypatch.setattr(sft, "forward_backward", ruined)
+    monkeypatch.setattr(sft, "forward_backward_all", ruined)
     with pytest.raises(NonFiniteError, match=r"the weight \S+ itself is not finite"):
         train(calm.model_copy(update={"output": tmp_path / "ruined"}))
 
