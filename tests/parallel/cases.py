@@ -102,6 +102,8 @@ def measure(
     from luthier.parallel.norm import settle
 
     settle(state.trainable.values())
+    if state.pipeline is not None:
+        state.pipeline.settle()
     gradients = {name: whole(p.grad) for name, p in state.trainable.items() if p.grad is not None}
     missing = [name for name, p in state.trainable.items() if p.grad is None]
     update = optim_step(state, loss=loss)

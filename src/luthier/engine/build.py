@@ -9,7 +9,7 @@ the model itself. Last the optimizer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -30,9 +30,11 @@ from luthier.hf.limits import Limits, limits_of
 from luthier.hf.load import DTYPES, load_model, tie_on_meta
 from luthier.hf.source import ModelSource
 from luthier.optim.build import build_optimizer
+from luthier.parallel import expert
 from luthier.parallel.checkpointing import Policy, checkpoint_activations
 from luthier.parallel.fsdp import shard
 from luthier.parallel.mesh import Mesh
+from luthier.parallel.pipeline import Cut, Pipeline, cut
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +141,10 @@ def build_network(
         _recompute_and_compile(model, plan.anatomy.layers, activation_checkpointing, compile_layers)
     else:
         packing_fault = "" if plan.anatomy.attention_only else "positions of a row meet outside attention"
+    pipeline = None
+    if plan.stages is not None and mesh is not None and mesh.pp is not None:
+        width = model.config.get_text_config().hidden_size
+        pipeline = Pipeline(model, plan.stages, mesh.pp, device=device, dtype=model.dtype, width=width)
     padded = device.type == "cpu" and model.dtype != torch.float64 and not packing_fault
     return Network(
         model=model,
@@ -146,6 +152,7 @@ def build_network(
         device=device,
         source=source,
         mesh=mesh,
+        pipeline=pipeline,
         lora=lora,
         row_multiple=_CPU_ROWS if padded else 1,
         packing_fault=packing_fault,
@@ -165,6 +172,7 @@ class _Plan:
     head: HeadInfo | None
     lora: LoraReport | None = None
     parameters: int
+    stages: Cut | None = None
 
     def __init__(
         self,
@@ -188,15 +196,27 @@ class _Plan:
             self._cut(model, self._mesh)
 
     def _cut(self, model: Any, mesh: Mesh) -> None:
-        _recompute_and_compile(model, self.anatomy.layers, self._checkpointing, self._compile)
+        layers = self.anatomy.layers
+        roots: list[tuple[Any, Sequence[Any]]] = [(model, [model.get_submodule(name) for name in layers])]
+        if mesh.pp is not None:
+            wanted = self._parallel
+            self.stages = cut(model, mesh.pp, schedule=wanted.pipeline_schedule, stages_per_rank=wanted.stages_per_rank)
+            layers = self.stages.layers
+            roots = [(stage, stage.layers) for stage in self.stages.stages]
+        dealt = set(expert.shard(model, mesh)) if mesh.ep is not None else set()
+        _recompute_and_compile(model, layers, self._checkpointing, self._compile)
         tie_on_meta(model)
-        if mesh.fsdp is not None:
+        if mesh.fsdp is None:
+            return
+        for root, own in roots:
             shard(
-                model,
-                [model.get_submodule(name) for name in self.anatomy.layers],
+                root,
+                own,
                 mesh.fsdp,
                 reshard=self._parallel.reshard == "always" or (self._parallel.reshard == "auto" and mesh.stages == 1),
                 cpu_offload=self._parallel.cpu_offload,
+                experts=[module for module in root.modules() if module in dealt],
+                expert_mesh=mesh.efsdp,
             )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -38,27 +39,46 @@ class Evaluation:
 
 
 def batch_logprobs(network: Network, batch: Batch) -> torch.Tensor:
-    """Log-probabilities of a microbatch's targets, without gradients; on a layout all ranks call it.
+    """`logprobs_of` a single microbatch."""
+    return logprobs_of(network, [batch])[0]
+
+
+@torch.no_grad()
+def logprobs_of(network: Network, batches: Sequence[Batch]) -> list[torch.Tensor]:
+    """Log-probabilities of the targets of some microbatches, without gradients; on a layout all ranks call it.
 
     Args:
         network: its model in whatever mode it is.
-        batch: on any device.
+        batches: on any device. Through a pipeline several pass at a time.
 
     Returns:
-        [T] in fp32 or wider, 0 where the weight is 0.
+        [T] of each, in fp32 or wider, 0 where the weight is 0.
     """
-    with torch.no_grad():
-        return within(network.model, _logprobs, network, batch.to(network.device))
+    here = [batch.to(network.device) for batch in batches]
+    if network.pipeline is None:
+        return [within(network.model, _logprobs, network, batch) for batch in here]
+
+    def score(hidden: torch.Tensor, batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values = _score(network, hidden, batch)
+        return values.sum(), values
+
+    return [logprobs for _, logprobs in network.pipeline.forward(here, score)]
 
 
 def _logprobs(network: Network, batch: Batch) -> torch.Tensor:
+    if network.mesh is None and not batch.weights.any():
+        return torch.zeros(batch.tokens, dtype=network.head.dtype, device=batch.input_ids.device)
+    return _score(network, hidden_states(network.model, batch), batch)
+
+
+def _score(network: Network, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
     head = network.head
     chosen = batch.weights[0].nonzero().squeeze(-1)  # [n]
     values = torch.zeros(batch.tokens, dtype=head.dtype, device=batch.input_ids.device)
     if chosen.numel():
-        values[chosen] = head.logprobs(hidden_states(network.model, batch)[chosen], batch.targets[0, chosen])
+        values[chosen] = head.logprobs(hidden[chosen], batch.targets[0, chosen])
     elif network.mesh is not None:  # its weights are everybody's: take part
-        head.logprobs(hidden_states(network.model, batch)[:1], batch.targets[0, :1])
+        head.logprobs(hidden[:1], batch.targets[0, :1])
     return values
 
 
@@ -87,14 +107,17 @@ def evaluate(
     model.eval()
     sums = torch.zeros(5, dtype=torch.float64)  # loss, weight, rows, tokens, trained tokens
     try:
-        for batch in batches:
+        remaining = iter(batches)
+        together = 1 if network.pipeline is None else 4 * network.pipeline.ranks  # so that most stages are busy
+        while group := list(islice(remaining, together)):
             if network.limits is not None:
-                network.limits.check(batch)
-            logprobs = batch_logprobs(network, batch).double().cpu()
-            loss = -float((logprobs * batch.weights[0].cpu()).sum())
-            if batch.trained_tokens or batch.tokens > 1:  # not the single position of a rank that just takes part
-                counts = [batch.total_weight, batch.documents, batch.tokens, batch.trained_tokens]
-                sums += torch.tensor([loss, *counts], dtype=torch.float64)
+                for batch in group:
+                    network.limits.check(batch)
+            for batch, logprobs in zip(group, logprobs_of(network, group), strict=True):
+                loss = -float((logprobs.double().cpu() * batch.weights[0].cpu()).sum())
+                if batch.trained_tokens or batch.tokens > 1:  # not the single position of a rank that just takes part
+                    counts = [batch.total_weight, batch.documents, batch.tokens, batch.trained_tokens]
+                    sums += torch.tensor([loss, *counts], dtype=torch.float64)
             if progress is not None:
                 progress(int(sums[2]))
     finally:

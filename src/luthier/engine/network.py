@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from luthier.hf.limits import Limits
     from luthier.hf.source import ModelSource
     from luthier.parallel.mesh import Mesh
+    from luthier.parallel.pipeline import Pipeline
 
 
 @dataclass(kw_only=True)
@@ -31,6 +32,8 @@ class Network:
     """Where the weights came from."""
     mesh: Mesh | None = None
     """The groups of a run on several ranks; None in one process."""
+    pipeline: Pipeline | None = None
+    """Runs the stages of all ranks, of which the model here is some; None where every rank has all layers."""
     lora: LoraReport | None = None
     """What was adapted, in the whole model; None in full fine-tuning."""
     row_multiple: int = 1

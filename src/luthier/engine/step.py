@@ -19,6 +19,7 @@ from luthier.engine.state import TrainState
 from luthier.hf.forward import hidden_states
 from luthier.parallel.fsdp import within
 from luthier.parallel.norm import gradient_norm, settle
+from luthier.parallel.pipeline import Pipeline, to_one_length
 
 LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]
 """loss(logprobs [T], batch) -> scalar. `logprobs` holds log p(target) where the batch's weight is not 0, else 0."""
@@ -80,7 +81,10 @@ def forward_backward_all(
     """
     for batch in batches:
         require_readable(state, batch)
-    return [_forward_backward(state, batch.to(state.device), loss) for batch in batches]
+    here = [batch.to(state.device) for batch in batches]
+    if state.pipeline is not None:
+        return _through_stages(state, state.pipeline, here, loss)
+    return [_forward_backward(state, batch, loss) for batch in here]
 
 
 def _forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None) -> ForwardBackward:
@@ -92,13 +96,32 @@ def _forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None
     return ForwardBackward(value.detach(), logprobs.detach())
 
 
+def _through_stages(
+    state: TrainState, pipeline: Pipeline, batches: list[Batch], loss: LossFunction | None
+) -> list[ForwardBackward]:
+    def score(hidden: torch.Tensor, batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if number >= len(batches):
+            return _score(state, hidden, batch, None)
+        return _score(state, hidden, batches[number], loss)
+
+    even = to_one_length([batch.padded(state.row_multiple) for batch in batches])
+    return [ForwardBackward(*found) for found in pipeline.forward_backward(even, score)]
+
+
 def _loss(state: TrainState, batch: Batch, loss: LossFunction | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of a microbatch and its log-probabilities [T]; on a layout all ranks run it, each with its part."""
+    return _score(state, hidden_states(state.model, batch.padded(state.row_multiple)), batch, loss)
+
+
+def _score(
+    state: TrainState, hidden: torch.Tensor, batch: Batch, loss: LossFunction | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From hidden states [T or more, hidden] to the loss and log-probabilities [T]."""
     weights = batch.weights[0]
     chosen = weights.nonzero().squeeze(-1)  # [n], none of them in the padding
     if chosen.numel() == 0:  # whoever shares weights has to take part in every collective, so with a position that
         chosen = chosen.new_zeros(1)  # counts nothing
-    hidden = hidden_states(state.model, batch.padded(state.row_multiple))[chosen]  # [n, hidden]
+    hidden = hidden[chosen]  # [n, hidden]
     targets = batch.targets[0, chosen]  # [n]
     if loss is None:
         # The coefficients are known, so the head makes its gradient in the forward pass.
@@ -129,7 +152,11 @@ def optim_step(
     trainable = state.trainable
     if state.mesh is not None:
         settle(trainable.values())
-    norm = gradient_norm(trainable.values(), state.mesh)
+    counted = list(trainable.values())
+    if state.pipeline is not None:
+        state.pipeline.settle()
+        counted = [parameter for name, parameter in trainable.items() if name not in state.pipeline.copies]
+    norm = gradient_norm(counted, state.mesh)
     finite = bool(torch.isfinite(norm)) and math.isfinite(loss)
     bad = None
     if finite:

@@ -266,7 +266,7 @@ def _of_this_part(
 ) -> dict[str, Any]:
     """A checkpoint without the weights that `prepare` took out of the model; what no model would have stays in."""
     elsewhere = whole - set(model.state_dict())
-    if not elsewhere:
+    if not elsewhere or not weights:
         return weights
     known = dict.fromkeys(whole, True)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]

@@ -1,0 +1,368 @@
+"""Pipeline parallelism: each rank holds some stages of the model, and microbatches pass through all of them.
+
+`cut` takes away, on meta, what other ranks hold; `Pipeline` runs torch's schedules over what is left. Every rank has
+the same microbatches: what passes between stages is the hidden states alone, and a number tells each stage which
+microbatch they are of. The last stage runs the head and the loss, given by the caller, inside its own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+
+from luthier.batch import Batch
+from luthier.parallel.balance import balance, costs
+from luthier.parallel.cuttable import roles_of
+from luthier.parallel.programs import PROGRAMS, Program
+from luthier.parallel.stages import Part, Roles, copies, remove_others, run
+
+Score = Callable[[torch.Tensor, Batch, int], tuple[torch.Tensor, torch.Tensor]]
+"""(hidden [T, hidden], batch, number) -> the loss, a scalar, and log-probabilities [any]; run by the last stage. Of
+microbatches beyond those given, which fill a schedule, the weights are 0."""
+Result = tuple[torch.Tensor, torch.Tensor]
+"""Loss and log-probabilities of a microbatch, without gradient."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """What the stages of a rank work on."""
+
+    batches: Sequence[Batch] = ()
+    score: Score | None = None
+    scores: dict[int, Result] = field(default_factory=dict)
+
+
+class Stage(nn.Module):
+    """One stage: the root under which its weights are sharded, and the module that torch's schedules call.
+
+    The names of its weights are those in the model, which it does not change.
+
+    Attributes:
+        layers: its layers, in order.
+    """
+
+    model: Any
+    roles: Roles
+    part: Part
+    stand_ins: dict[str, nn.Module]
+    work: _Work
+
+    def __init__(
+        self,
+        model: nn.Module,
+        roles: Roles,
+        part: Part,
+        stand_ins: dict[str, nn.Module],
+        names: Sequence[str],
+        work: _Work,
+    ) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(model.get_submodule(name) for name in names)
+        # beside the registered modules, since this one is inside the model and the model is not inside this one
+        self.__dict__.update(model=model, roles=roles, part=part, stand_ins=stand_ins, work=work)
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        part = self.part
+        return tuple(self.model.get_submodule(name) for name in self.roles.layers[part.start : part.stop])
+
+    def forward(self, received: torch.Tensor | None, *, microbatch: torch.Tensor) -> torch.Tensor:
+        """Hidden states [1, T, hidden] for the next stage; on the last, the loss of the microbatch."""
+        number = int(microbatch)
+        batch = self.work.batches[number]
+        hidden = run(self.model, self.roles, self.part, self.stand_ins, batch, None if self.part.is_first else received)
+        if not self.part.is_last:
+            if torch.is_grad_enabled() and not hidden.requires_grad:
+                hidden = hidden.detach().requires_grad_(True)  # all before is frozen, yet a gradient is sent here
+            return hidden.contiguous()
+        assert self.work.score is not None
+        loss, logprobs = self.work.score(hidden, batch, number)
+        self.work.scores[number] = (loss.detach(), logprobs.detach())
+        return loss
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What `cut` made of a model.
+
+    Attributes:
+        program: the schedule.
+        parts: every stage of the model.
+        ranks: the rank of the pipeline that holds each.
+        stages: those of this rank, in order; each is sharded as a root of its own.
+        layers: names of this rank's layers.
+        copies: names of weights that an earlier stage owns and this rank has a copy of (a tied embedding): not counted
+            in the norm, not exported.
+        tied: names of weights that the first and the last stage both have, on different ranks, whose gradients are
+            summed over both (`Pipeline.settle`); the same on every rank.
+    """
+
+    program: Program
+    parts: tuple[Part, ...]
+    ranks: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    layers: tuple[str, ...]
+    copies: frozenset[str]
+    tied: tuple[str, ...]
+    work: _Work
+
+
+def cut(model: Any, mesh: DeviceMesh, *, schedule: str = "1f1b", stages_per_rank: int | None = None) -> Cut:
+    """Leave of a model on meta what this rank's stages run, in place. Names of weights stay as they are.
+
+    Args:
+        model: whole, adapters in place; `cuttable.refusal` has found nothing against it.
+        mesh: the ranks of the pipeline, one-dimensional.
+        schedule: a name of `programs.PROGRAMS`.
+        stages_per_rank: for schedules that leave the choice.
+    """
+    program = PROGRAMS[schedule]
+    each = stages_per_rank or program.stages_per_rank
+    roles = roles_of(model)
+    parts = balance(*costs(model, roles), stages=mesh.size() * each)
+    ranks = program.ranks_of_stages(mesh.size(), each)
+    mine = [part for part in parts if ranks[part.index] == mesh.get_local_rank()]
+    tied = _tied(model, roles) if ranks[0] != ranks[-1] else ()
+    stand_ins = remove_others(model, roles, mine)
+    spare = copies(model, roles, mine)
+    work = _Work()
+    stages = []
+    for part in mine:
+        beside = {name.rpartition(".")[0] for name in spare} if part.is_last else set()
+        names = [name for name in stand_ins if name in part.owned(roles) or name in beside]
+        stages.append(Stage(model, roles, part, stand_ins, names, work))
+    layers = tuple(name for part in mine for name in roles.layers[part.start : part.stop])
+    return Cut(program, parts, ranks, tuple(stages), layers, spare, tied, work)
+
+
+def _tied(model: Any, roles: Roles) -> tuple[str, ...]:
+    """Names of weights before the layers that a module after them is tied to."""
+    pairs = getattr(model, "all_tied_weights_keys", {}).items()
+    return tuple(
+        sorted({owner for target, owner in pairs if _module(owner) in roles.before and _module(target) in roles.after})
+    )
+
+
+def _module(weight: str) -> str:
+    return weight.rpartition(".")[0]
+
+
+class Pipeline:
+    """Runs microbatches through the stages of all ranks, which all make each call with the same ones.
+
+    Args:
+        model: cut, with its weights.
+        cut: what `cut` returned.
+        mesh: the ranks of the pipeline.
+        device: of this rank.
+        dtype: of hidden states.
+        width: size of hidden states.
+        positions: how many positions of a batch each rank has the hidden states of; all of them when left out.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cut: Cut,
+        mesh: DeviceMesh,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        width: int,
+        positions: Callable[[Batch], int] = lambda batch: batch.tokens,
+    ) -> None:
+        self._model, self._cut, self._device = model, cut, device
+        self._group = mesh.get_group()
+        self._rank, self._ranks = mesh.get_local_rank(), mesh.size()
+        self._dtype, self._width, self._positions = dtype, width, positions
+        self._settled = True
+        self._built: tuple[tuple[int, int], Any] | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Of the pipeline."""
+        return self._ranks
+
+    @property
+    def copies(self) -> frozenset[str]:
+        """Names of this rank's weights that an earlier stage owns."""
+        return self._cut.copies
+
+    def forward_backward(self, batches: Sequence[Batch], score: Score) -> list[Result]:
+        """Run microbatches forward and backward by the schedule, adding gradients to those already there.
+
+        A schedule that needs more of them is given copies of the first that count nothing.
+
+        Args:
+            batches: of one length (`to_one_length`), on this rank's device, in the order in which gradients are summed.
+            score: run by the last stage; its losses are sums that have been normalised already.
+
+        Returns:
+            loss and log-probabilities of each microbatch, the same on every rank.
+        """
+        cut, self._settled = self._cut, False
+        count = cut.program.microbatches(len(batches), self._ranks, len(cut.stages))
+        empty = replace(batches[0], weights=torch.zeros_like(batches[0].weights))
+        with self._working_on([*batches, *[empty] * (count - len(batches))], score):
+            schedule = self._schedule(count, self._positions(empty))
+            numbers = torch.arange(count)
+            first = (numbers,) if cut.ranks[0] == self._rank else ()
+            schedule.step(*first, microbatch=numbers, target=numbers, return_outputs=False)
+            return self._shared(len(batches))
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[Batch], score: Score) -> list[Result]:
+        """Run microbatches, of whatever lengths, forward only.
+
+        Args:
+            batches: on this rank's device.
+            score: run by the last stage.
+
+        Returns:
+            as `forward_backward`.
+        """
+        cut = self._cut
+        handed: dict[int, list[torch.Tensor]] = {}  # what the stages of this rank give, by stage
+        sent: list[Any] = []
+        with self._working_on(batches, score):
+            for stage in cut.stages:
+                part = stage.part
+                outputs = []
+                for number, batch in enumerate(batches):
+                    received = None
+                    if not part.is_first and cut.ranks[part.index - 1] == self._rank:
+                        received = handed[part.index - 1][number]
+                    elif not part.is_first:
+                        shape = (1, self._positions(batch), self._width)
+                        received = torch.empty(shape, dtype=self._dtype, device=self._device)
+                        dist.recv(received, group=self._group, group_src=cut.ranks[part.index - 1])
+                    output = stage(received, microbatch=torch.tensor([number]))
+                    if not part.is_last and cut.ranks[part.index + 1] != self._rank:
+                        sent.append(
+                            (dist.isend(output, group=self._group, group_dst=cut.ranks[part.index + 1]), output)
+                        )
+                    elif not part.is_last:
+                        outputs.append(output)
+                handed[part.index] = outputs
+            for work, _ in sent:
+                work.wait()
+            return self._shared(len(batches))
+
+    def settle(self) -> None:
+        """Sum the gradients of weights that the first and the last stage share. Once a step, by all ranks, after
+        `norm.settle`; both sides get the same bits. Until the next backward pass another call changes nothing."""
+        if self._settled:
+            return
+        self._settled = True
+        ends = (self._cut.ranks[0], self._cut.ranks[-1])
+        if self._rank not in ends:
+            return
+        other = ends[1] if self._rank == ends[0] else ends[0]
+        for name in self._cut.tied:
+            parameter = self._model.get_parameter(name)
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            theirs = torch.empty_like(own)
+            exchange = [
+                dist.P2POp(dist.isend, own.contiguous(), group=self._group, group_peer=other),
+                dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=other),
+            ]
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+            own.add_(theirs)
+
+    @contextmanager
+    def _working_on(self, batches: Sequence[Batch], score: Score) -> Iterator[None]:
+        work = self._cut.work
+        work.batches, work.score, work.scores = batches, score, {}
+        try:
+            yield
+        finally:
+            work.batches, work.score, work.scores = (), None, {}
+
+    def _schedule(self, count: int, positions: int) -> Any:
+        """torch's schedule for so many microbatches of this length; another length makes other buffers."""
+        if self._built is None or self._built[0] != (count, positions):
+            cut = self._cut
+            # told rather than found out, since torch would run a microbatch to find out
+            hidden = torch.empty(1, positions, self._width, dtype=self._dtype, device="meta", requires_grad=True)
+            number = torch.empty(1, dtype=torch.int64, device="meta")
+            loss = torch.empty((), dtype=self._dtype, device="meta", requires_grad=True)
+            stages = [
+                PipelineStage(
+                    stage,
+                    stage.part.index,
+                    len(cut.parts),
+                    self._device,
+                    input_args=number if stage.part.is_first else hidden,
+                    output_args=loss if stage.part.is_last else hidden,
+                    group=self._group,
+                )
+                for stage in cut.stages
+            ]
+            self._built = (count, positions), cut.program.build(stages, count, lambda loss, number: loss)
+        return self._built[1]
+
+    def _shared(self, count: int) -> list[Result]:
+        """What the last stage found of the first `count` microbatches, told to all ranks."""
+        source = self._cut.ranks[-1]
+        found = [self._cut.work.scores[number] for number in range(count)] if self._rank == source else []
+        lengths = torch.zeros(count, dtype=torch.int64, device=self._device)
+        if found:
+            lengths.copy_(torch.tensor([logprobs.numel() for _, logprobs in found]))
+        dist.broadcast(lengths, group=self._group, group_src=source)
+        sizes = lengths.tolist()
+        values = torch.zeros(count + sum(sizes), dtype=torch.float64, device=self._device)
+        if found:
+            torch.cat([*(loss.reshape(1) for loss, _ in found), *(logprobs for _, logprobs in found)], out=values)
+        dist.broadcast(values, group=self._group, group_src=source)
+        dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
+        logprobs = values[count:].to(dtype).split(sizes)
+        return list(zip(values[:count].unbind(), logprobs, strict=True))
+
+
+def to_one_length(batches: Sequence[Batch]) -> list[Batch]:
+    """The same microbatches, as long as the longest, by positions of weight 0 at their ends.
+
+    Rows of one document each grow by their document, which needs no packing to be right. Otherwise documents are added,
+    none longer than the longest there is: a model may have no positions beyond.
+    """
+    length = max(batch.tokens for batch in batches)
+    packed = any(batch.documents > 1 for batch in batches)
+    longest = max(int(batch.cu_seqlens.diff().max()) for batch in batches)
+    return [_lengthened(batch, length, longest if packed else None) for batch in batches]
+
+
+def _lengthened(batch: Batch, length: int, longest: int | None) -> Batch:
+    missing = length - batch.tokens
+    if not missing:
+        return batch
+    filler = batch.input_ids.new_zeros(1, missing)
+    if longest is None:
+        positions = torch.arange(batch.tokens, length, device=filler.device)
+        bounds = torch.cat([batch.cu_seqlens[:-1], batch.cu_seqlens[-1:] + missing])
+    else:
+        positions = torch.arange(missing, device=filler.device) % longest
+        ends = [*range(batch.tokens + longest, length, longest), length]
+        bounds = torch.cat([batch.cu_seqlens, batch.cu_seqlens.new_tensor(ends)])
+    return replace(
+        batch,
+        input_ids=torch.cat([batch.input_ids, filler], 1),
+        position_ids=torch.cat([batch.position_ids, positions[None]], 1),
+        targets=torch.cat([batch.targets, filler], 1),
+        weights=torch.cat([batch.weights, batch.weights.new_zeros(1, missing)], 1),
+        cu_seqlens=bounds,
+        origins=(*batch.origins, *[""] * (len(bounds) - 1 - len(batch.origins))) if batch.origins else (),
+    )

@@ -1,0 +1,249 @@
+"""One stage of a model: some of its layers run, and whatever is not there is stood in for.
+
+Nothing is removed. A layer of another stage is a pass-through in its place, so indices, `config.layer_types[i]` and the
+keys of checkpoints stay what they are. The stage's own layers are run by the model's own forward, on its own tokens,
+masks and positions; what it makes of them before the layers is zeros on a later stage, and the pass-through just before
+the first own layer answers with the hidden states that were received. So nothing that is done to an embedding is done
+twice, and what comes after the last own layer never reaches the stage's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from luthier.batch import Batch
+from luthier.hf.forward import hidden_states
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Which modules with weights of their own run when.
+
+    Attributes:
+        before: run before the layers (embeddings, norms of them).
+        layers: run one after another, in this order.
+        after: run after the layers, or not at all by the backbone (final norm, head).
+        outputs: how many values a layer returns in a tuple; 0 where it returns the hidden states themselves.
+    """
+
+    before: tuple[str, ...]
+    layers: tuple[str, ...]
+    after: tuple[str, ...]
+    outputs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one stage runs: layers `start` to `stop` (exclusive), and what is before or after all of them.
+
+    Attributes:
+        index: of the stage.
+        stages: how many there are in all.
+    """
+
+    index: int
+    stages: int
+    start: int
+    stop: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.stages - 1
+
+    def owned(self, roles: Roles) -> tuple[str, ...]:
+        """Names of the modules whose weights this stage has."""
+        before = roles.before if self.is_first else ()
+        after = roles.after if self.is_last else ()
+        return (*before, *roles.layers[self.start : self.stop], *after)
+
+
+class PassThrough(nn.Module):
+    """Returns the hidden states it is given, as the layer in whose place it stands would return its own.
+
+    Args:
+        layer: whose plain attributes (`attention_type` and the like) a model's forward may ask for.
+        outputs: as `Roles.outputs`.
+    """
+
+    def __init__(self, layer: nn.Module | None = None, outputs: int = 0) -> None:
+        super().__init__()
+        self.outputs = outputs
+        for name, value in (vars(layer) if layer is not None else {}).items():
+            plain = value is None or isinstance(value, str | int | float | bool | tuple)
+            if plain and not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = (
+            args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
+        )
+        return self.answer(hidden)
+
+    def answer(self, hidden: torch.Tensor) -> Any:
+        return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
+
+
+class _Entry(PassThrough):
+    """Stands before the first own layer: answers with what was received, whatever has been computed here."""
+
+    received: torch.Tensor
+
+    def __init__(self, layer: nn.Module, outputs: int, received: torch.Tensor) -> None:
+        super().__init__(layer, outputs)
+        object.__setattr__(self, "received", received)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.answer(self.received.clone())  # some architectures change it in place, which a leaf forbids
+
+
+class _Exit(PassThrough):
+    """Stands after the last own layer: keeps what comes in, which is the stage's output."""
+
+    caught: torch.Tensor
+
+    def answer(self, hidden: torch.Tensor) -> Any:
+        object.__setattr__(self, "caught", hidden)
+        return super().answer(hidden)
+
+
+class ZeroEmbedding(nn.Module):
+    """Zeros where an embedding, or a matrix after it, would answer for a stage that starts further on.
+
+    Args:
+        module: in whose place it stands.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.width = _width(module)
+        self.dtype = next(module.parameters()).dtype
+        if hasattr(module, "num_embeddings"):
+            self.num_embeddings, self.embedding_dim = module.num_embeddings, self.width
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        like = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        shape = like.shape[:-1] if like.is_floating_point() else like.shape
+        return torch.zeros(*shape, self.width, dtype=self.dtype, device=like.device)
+
+
+def _width(module: nn.Module) -> int:
+    """Size of the last dimension of what a module gives; 0 where that is as its input."""
+    for name in ("embedding_dim", "out_features", "nf"):
+        if isinstance(width := getattr(module, name, None), int):
+            return width
+    return 0
+
+
+def stand_in(name: str, module: nn.Module, roles: Roles) -> nn.Module:
+    """What takes the place of a module that a stage does not run."""
+    if name in roles.layers:
+        return PassThrough(module, roles.outputs)
+    if name in roles.before and _width(module):
+        return ZeroEmbedding(module)
+    return PassThrough()
+
+
+def remove_others(model: nn.Module, roles: Roles, parts: Iterable[Part]) -> dict[str, nn.Module]:
+    """Put stand-ins in the place of all that none of these stages has, in place. Weights shared with it stay.
+
+    Args:
+        model: whole, on meta or not.
+        roles: of its modules.
+        parts: the stages that this process runs.
+
+    Returns:
+        a stand-in for every module with weights, which `run` needs.
+    """
+    owned = {name for part in parts for name in part.owned(roles)}
+    names = (*roles.before, *roles.layers, *roles.after)
+    stand_ins = {name: stand_in(name, model.get_submodule(name), roles) for name in names}
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    shared = {owner.rpartition(".")[0] for target, owner in tied.items() if target.rpartition(".")[0] in owned}
+    for name, module in stand_ins.items():
+        if name not in owned and name not in shared:
+            model.set_submodule(name, module)
+    kept = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for target, owner in list(tied.items()):
+        if target not in kept or owner not in kept:
+            tied.pop(target)  # there is nothing to tie here
+    return stand_ins
+
+
+def copies(model: nn.Module, roles: Roles, parts: Iterable[Part]) -> frozenset[str]:
+    """Names of weights that this process has beside their owner: the embedding's where its head is tied to it.
+
+    Args:
+        model: after `remove_others`.
+        roles: of the whole model.
+        parts: the stages that this process runs.
+    """
+    owned = {name for part in parts for name in part.owned(roles)}
+    spare = [name for name in (*roles.before, *roles.layers, *roles.after) if name not in owned]
+    found = set()
+    for name in spare:
+        found |= {f"{name}.{inner}" for inner, _ in model.get_submodule(name).named_parameters()}
+    return frozenset(found)
+
+
+def run(
+    model: Any,
+    roles: Roles,
+    part: Part,
+    stand_ins: dict[str, nn.Module],
+    batch: Batch,
+    received: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run one stage's layers on a batch.
+
+    Args:
+        model: which has this stage's modules; other stages' may be there too.
+        roles: of its modules.
+        part: the stage.
+        stand_ins: as `remove_others` returned them.
+        batch: T positions, the same on every stage.
+        received: [1, T, hidden] from the stage before; None on the first.
+
+    Returns:
+        [1, T, hidden] for the next stage, or the backbone's hidden states [T, hidden] on the last.
+    """
+    owned = set(part.owned(roles))
+    replaced = {name: module for name, module in stand_ins.items() if name not in owned}
+    if not part.is_first:
+        assert received is not None
+        before = roles.layers[part.start - 1]
+        replaced[before] = _Entry(stand_ins[before], roles.outputs, received)
+    if part.is_last:
+        return hidden_states(_with(model, replaced), batch)
+    behind = roles.layers[part.stop]
+    last = _Exit(stand_ins[behind], roles.outputs)
+    replaced[behind] = last
+    hidden_states(_with(model, replaced), batch)
+    return last.caught
+
+
+def _with(model: Any, replaced: dict[str, nn.Module]) -> Any:
+    """A model with other modules in the place of some; all else, and every weight, is shared with this one."""
+    ways = {name[:end] for name in replaced for end, letter in enumerate(name) if letter == "."}
+
+    def copied(module: nn.Module, prefix: str) -> Any:
+        children = dict(module._modules)
+        for name, child in children.items():
+            full = prefix + name
+            if full in replaced:
+                children[name] = replaced[full]
+            elif child is not None and full in ways:
+                children[name] = copied(child, f"{full}.")
+        own = object.__new__(type(module))
+        own.__dict__ = {**module.__dict__, "_modules": children}
+        return own
+
+    return copied(model, "")
