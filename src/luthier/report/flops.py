@@ -42,22 +42,48 @@ class AttentionFlops:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerFlops:
+    """Products of one layer, for one token.
+
+    Attributes:
+        forward: of its linear modules and of the experts that a token visits.
+        backward: of the same; less where weights are frozen, least below the first adapter.
+        attention: of queries with keys and of probabilities with values; None in a layer without attention.
+    """
+
+    forward: int
+    backward: int
+    attention: AttentionFlops | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFlops:
     """Operations of one model as it is trained.
 
     Attributes:
-        token_forward: of all layers for one token, attention's own products aside.
-        token_backward: of all layers for one token; less where weights are frozen, least below the first adapter.
-        attention: of each layer that has attention.
+        layers: of every layer, in order.
         head_forward: for one position that the loss counts; positions of weight 0 never reach the head.
         head_backward: for one such position.
     """
 
-    token_forward: int
-    token_backward: int
-    attention: tuple[AttentionFlops, ...]
+    layers: tuple[LayerFlops, ...]
     head_forward: int
     head_backward: int
+
+    @property
+    def token_forward(self) -> int:
+        """Of all layers for one token, attention's own products aside."""
+        return sum(layer.forward for layer in self.layers)
+
+    @property
+    def token_backward(self) -> int:
+        """The same of the backward pass."""
+        return sum(layer.backward for layer in self.layers)
+
+    @property
+    def attention(self) -> tuple[AttentionFlops, ...]:
+        """Of each layer that has attention."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     def forward(self, lengths: Iterable[int], trained: int) -> int:
         """Operations of a forward pass over documents of these lengths with `trained` positions in the loss."""
@@ -80,36 +106,48 @@ def count_flops(model: Any) -> ModelFlops:
     """Count the operations of a model, by which of its parameters require gradients.
 
     Args:
-        model: a Transformers causal language model, possibly on meta, possibly with adapters in it.
+        model: a Transformers causal language model, possibly on meta, possibly with adapters in it; whole, not sharded.
     """
     anatomy = describe(model)
     active = _active_experts(model)
     modules = dict(model.named_modules())
-    linears = {name: module for name, module in modules.items() if linear_shape(module) is not None}
     embedding = modules[anatomy.embedding]
     # Whether a gradient must flow into what comes next: something before it trains.
     flows = any(parameter.requires_grad for parameter in embedding.parameters())
-    forward = backward = 0
-    attention = []
+    layers = []
     shapes = _attention_shapes(model, len(anatomy.layers))
-    for index, layer in enumerate(anatomy.layers):
-        flows = flows or _own_parameters_train(modules[layer], layer, linears)
-        for stage, names in enumerate(_stages(anatomy, layer)):
-            trains = False
-            for name in names:
-                module = modules[name]
-                share = active if name in anatomy.experts or _UNFUSED_EXPERT.search(name) else 1.0
-                ahead, back = _products(module, flows)
-                forward += round(ahead * share)
-                backward += round(back * share)
-                trains = trains or any(p.requires_grad for p in module.parameters())
-            flows = flows or trains
-            if stage == 0 and shapes[index] is not None:
-                pair, window = shapes[index]  # type: ignore[misc]
-                attention.append(AttentionFlops(pair, window, flows))
+    for name, shape in zip(anatomy.layers, shapes, strict=True):
+        layer, flows = _layer(modules, anatomy, name, shape, active, flows)
+        layers.append(layer)
     flows = flows or any(p.requires_grad for p in _parameters(modules, anatomy.final_norm))
     ahead, back = _products(modules[anatomy.head], flows) if anatomy.head is not None else (0, 0)
-    return ModelFlops(forward, backward, tuple(attention), ahead, back)
+    return ModelFlops(tuple(layers), ahead, back)
+
+
+def _layer(
+    modules: dict[str, nn.Module],
+    anatomy: Anatomy,
+    name: str,
+    shape: tuple[int, int | None] | None,
+    active: float,
+    flows: bool,
+) -> tuple[LayerFlops, bool]:
+    """One layer's operations, and whether a gradient flows out of it downwards."""
+    flows = flows or _own_parameters_train(modules[name])
+    forward = backward = 0
+    attention = None
+    for stage, names in enumerate(_stages(anatomy, name)):
+        trains = False
+        for inner in names:
+            share = active if inner in anatomy.experts or _UNFUSED_EXPERT.search(inner) else 1.0
+            ahead, back = _products(modules[inner], flows)
+            forward += round(ahead * share)
+            backward += round(back * share)
+            trains = trains or any(p.requires_grad for p in modules[inner].parameters())
+        flows = flows or trains
+        if stage == 0 and shape is not None:
+            attention = AttentionFlops(*shape, flows)
+    return LayerFlops(forward, backward, attention), flows
 
 
 def _products(module: nn.Module, flows: bool) -> tuple[int, int]:
@@ -141,9 +179,10 @@ def _stages(anatomy: Anatomy, layer: str) -> list[list[str]]:
     return [attn[:-1], attn[-1:], mlp[:-1] + rest, mlp[-1:]]
 
 
-def _own_parameters_train(layer: nn.Module, name: str, linears: dict[str, nn.Module]) -> bool:
+def _own_parameters_train(layer: nn.Module) -> bool:
     """Whether a norm or another parameter outside the linear modules of a layer trains."""
-    counted = {id(p) for key in linears if key.startswith(f"{name}.") for p in linears[key].parameters()}
+    linear = [module for module in layer.modules() if linear_shape(module) is not None]
+    counted = {id(p) for module in linear for p in module.parameters()}
     return any(parameter.requires_grad and id(parameter) not in counted for parameter in layer.parameters())
 
 
