@@ -191,12 +191,6 @@ class Mesh:
         """Return when all ranks have come here."""
         dist.barrier()
 
-    def agree(self, flag: bool) -> bool:
-        """Whether any rank says so; all of them call it."""
-        value = torch.tensor([int(flag)], device=self.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return bool(value.item())
-
 
 def _sharding(mesh: DeviceMesh, replicas: int, shards: int, name: str) -> DeviceMesh | None:
     if replicas > 1:

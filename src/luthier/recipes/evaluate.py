@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config import RunConfig
-from luthier.data.loader import Rows, build_rows, iterate_once
+from luthier.data.loader import Rows, build_rows
 from luthier.engine.evaluate import evaluate as measure
 from luthier.errors import DataError
-from luthier.recipes.setup import inference_network, mesh_of, prepare_process, tokenizer_of
+from luthier.launch import join
+from luthier.recipes.setup import held_out_batches, inference_network, meshed, prepare_process, tokenizer_of
 from luthier.report.progress import stage
 
 
@@ -23,24 +24,17 @@ def evaluate(config: RunConfig, *, adapter: Path | None = None) -> dict[str, Any
     Returns:
         loss (nats a token), perplexity, rows, tokens, trained_tokens, and `data`: what became of the rows.
     """
-    device = prepare_process(config)
-    tokenizer = tokenizer_of(config)
-    with stage("tokenising") as told:
-        rows = build_rows(config.data, "validation", tokenizer, seed=config.seed, progress=told)
-    assert isinstance(rows, Rows)
-    if config.evaluation.rows is not None:
-        rows = rows.first(config.evaluation.rows)
-    mesh = mesh_of(config, device)
-    network = inference_network(config, device, adapter, mesh)
-    batches = iterate_once(
-        rows,
-        config.data.sequence_length,
-        rank=mesh.data_rank if mesh else 0,
-        world_size=mesh.data_ranks if mesh else 1,
-        packing=config.data.packing and not network.packing_fault,
-    )
-    with stage("evaluating") as told:
-        result = measure(network, batches, progress=lambda done: told(done, len(rows)))
+    with join(prepare_process(config)) as device, meshed(config, device) as mesh:
+        tokenizer = tokenizer_of(config)
+        with stage("tokenising") as told:
+            rows = build_rows(config.data, "validation", tokenizer, seed=config.seed, progress=told)
+        assert isinstance(rows, Rows)
+        if config.evaluation.rows is not None:
+            rows = rows.first(config.evaluation.rows)
+        network = inference_network(config, device, adapter, mesh)
+        batches = held_out_batches(network, rows, config)
+        with stage("evaluating") as told:
+            result = measure(network, batches, progress=lambda done: told(done, len(rows)))
     if not result.trained_tokens:
         raise DataError("no row has a token that counts", where="data.validation", remedy="look with luthier data show")
     return {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from luthier.batch import Batch
 from luthier.config import LoraConfig, RunConfig
-from luthier.data.loader import Rows, StreamRows, build_rows
+from luthier.data.loader import Rows, StreamRows, build_rows, iterate_once
 from luthier.engine.build import build_network, build_state, choose_device
 from luthier.engine.identity import model_digest
 from luthier.engine.network import Network
@@ -18,7 +21,7 @@ from luthier.engine.state import TrainState
 from luthier.hf.source import ModelSource, resolve
 from luthier.hf.tokenizer import load_tokenizer
 from luthier.parallel.mesh import Layout, Mesh
-from luthier.report.progress import stage
+from luthier.report.progress import TERMINAL, stage
 
 
 def prepare_process(config: RunConfig) -> torch.device:
@@ -61,15 +64,21 @@ def rows_of(config: RunConfig, tokenizer: Any) -> tuple[Rows | StreamRows, Rows 
     return rows, held_out
 
 
-def mesh_of(config: RunConfig, device: torch.device) -> Mesh | None:
-    """The groups of a run that was started on several ranks; None in one process.
+@contextmanager
+def meshed(config: RunConfig, device: torch.device) -> Iterator[Mesh | None]:
+    """The groups of a run that was started on several ranks, within `launch.join`; None in one process.
 
     Raises:
         ConfigError: the layout takes another number of ranks.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     layout = Layout.resolve(config.parallel, ranks)
-    return Mesh(layout, device) if ranks > 1 else None
+    if ranks == 1:
+        yield None
+        return
+    if dist.get_rank() > 0:
+        TERMINAL.mute()
+    yield Mesh(layout, device)
 
 
 def state_of(config: RunConfig, device: torch.device, mesh: Mesh | None = None) -> TrainState:
@@ -109,6 +118,18 @@ def inference_network(
     )
     network.model.eval()
     return network
+
+
+def held_out_batches(network: Network, rows: Rows, config: RunConfig) -> Iterator[Batch]:
+    """Microbatches that hold every row once; on a layout those of this data rank."""
+    mesh = network.mesh
+    return iterate_once(
+        rows,
+        config.data.sequence_length,
+        rank=mesh.data_rank if mesh is not None else 0,
+        world_size=mesh.data_ranks if mesh is not None else 1,
+        packing=config.data.packing and not network.packing_fault,
+    )
 
 
 def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:

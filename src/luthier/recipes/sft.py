@@ -10,13 +10,15 @@ from typing import Any, Literal
 import torch
 
 from luthier.config import RunConfig
-from luthier.data.loader import StepBatch, StreamRows, iterate_once
+from luthier.data.loader import StepBatch, StreamRows
 from luthier.engine.evaluate import Evaluation, evaluate
 from luthier.engine.guards import bad_rows, first_bad_weight, non_finite_error
 from luthier.engine.step import forward_backward_all, optim_step
+from luthier.launch import STEP_TIMEOUT, GarbageCollection, any_rank, set_timeout, unhurried
 from luthier.optim.schedules import factor
 from luthier.recipes.export import export_state
 from luthier.recipes.run import Resume, Run, opened, save
+from luthier.recipes.setup import held_out_batches
 from luthier.report.profile import Profiler
 from luthier.report.progress import stage
 
@@ -47,10 +49,16 @@ def loop(run: Run) -> None:
     config, state = run.config, run.state
     if enough(run):  # stopped early already: the same command must not train on
         return
-    with run.interruption.deferred(), Profiler(config.train.profile, run.directory.profile) as profiler:
+    with (
+        run.interruption.deferred(),
+        GarbageCollection() as garbage,
+        Profiler(config.train.profile, run.directory.profile) as profiler,
+    ):
         for batch in run.loader:
             with profiler.step(state.counters.step + 1):
                 measured = take_step(run, batch)
+            set_timeout(STEP_TIMEOUT)
+            garbage.step(state.counters.step)
             run.report.step(state.counters, batch, measured)
             last = state.counters.step == run.total
             if run.held_out is not None and (last or due(config.evaluation.every, state.counters.step)):
@@ -109,13 +117,7 @@ def measure(run: Run) -> Evaluation:
     """The validation loss now, and what it means for the best and for stopping early."""
     assert run.held_out is not None
     config, state, course = run.config, run.state, run.course
-    batches = iterate_once(
-        run.held_out,
-        config.data.sequence_length,
-        rank=state.mesh.data_rank if state.mesh else 0,
-        world_size=state.mesh.data_ranks if state.mesh else 1,
-        packing=config.data.packing and not state.packing_fault,
-    )
+    batches = held_out_batches(state, run.held_out, config)
     with stage("evaluating") as told:
         rows = len(run.held_out)
         result = evaluate(state, batches, progress=lambda done: told(done, rows))
@@ -152,15 +154,15 @@ def finish(run: Run) -> dict[str, Any]:
     if run.interruption.signal is None:
         form: Literal["merge", "adapter"] = "adapter" if run.state.lora is not None else "merge"
         measured = {"loss": course.loss, "validation": course.validation}
-        with stage("exporting"):
+        with stage("exporting"), unhurried():
             summary |= export_state(run.config, run.state, run.stop_ids, run.directory.export, form, measured)
     return summary
 
 
 def asked_to_stop(run: Run) -> bool:
     """Whether a signal has come, to whichever rank: all stop after the same step."""
-    own = run.interruption.signal is not None
-    return own if run.state.mesh is None else run.state.mesh.agree(own)
+    run.interruption.signal = any_rank(run.interruption.signal or 0) or None
+    return run.interruption.signal is not None
 
 
 def due(every: int | None, step: int) -> bool:

@@ -32,10 +32,16 @@ class Terminal:
         self._lock = threading.RLock()
         self._line = ""
         self._drawn = 0.0
+        self._muted = False
+
+    def mute(self) -> None:
+        """Show no line from now on: another rank of the run draws it."""
+        self.clear()
+        self._muted = True
 
     @property
     def interactive(self) -> bool:
-        return sys.stderr.isatty()
+        return sys.stderr.isatty() and not self._muted
 
     def draw(self, line: str, *, force: bool = False) -> None:
         """Show a line in the place of the last one; on a terminal only."""
