@@ -15,14 +15,15 @@ import torch
 from luthier.config import RunConfig
 from luthier.data.loader import Loader, LoaderState, Rows, StreamRows
 from luthier.engine import randomness
-from luthier.engine.checkpoint import Checkpointer, check_unchanged, read_record, reading
+from luthier.engine.checkpoint import Checkpointer, check_unchanged, random_states, read_record, reading
 from luthier.engine.state import TrainState
 from luthier.errors import CheckpointError, ConfigError
 from luthier.hf.save import remove_leftovers
+from luthier.launch import join, restarted
 from luthier.parallel.mesh import Mesh
 from luthier.recipes.export import trainable_only
 from luthier.recipes.run_directory import Interruption, RunDirectory
-from luthier.recipes.setup import identity, mesh_of, prepare_process, rows_of, state_of, tokenizer_of
+from luthier.recipes.setup import identity, meshed, prepare_process, rows_of, state_of, tokenizer_of
 from luthier.report.progress import stage
 from luthier.report.reporter import Reporter, run_log
 
@@ -77,17 +78,22 @@ class Run:
 @contextmanager
 def opened(config: RunConfig, resume: Resume) -> Iterator[Run]:
     """A run ready for its next step; while it is open it owns its directory and minds SIGTERM."""
-    device = prepare_process(config)
-    mesh = mesh_of(config, device)
     directory = RunDirectory(config.output)
-    with owned(directory, mesh), Interruption() as interruption:
+    with (
+        join(prepare_process(config)) as device,
+        meshed(config, device) as mesh,
+        owned(directory, mesh),
+        Interruption() as interruption,
+    ):
         run = open_run(config, directory, resume, interruption, device, mesh)
         if run.state.is_main:
             directory.write_config(config)
         with Reporter(directory.path, config, run.state, run.total) as run.report:
             # Last of all, so that nothing that was drawn while setting up counts.
             if run.random_states is None:
-                randomness.seed_everything(config.seed + (mesh.part if mesh else 0))
+                # The step, since a run that goes on with another layout starts from here as well.
+                part = mesh.part if mesh is not None else 0
+                randomness.seed_everything(config.seed + part + 1_000_003 * run.state.counters.step)
             else:
                 randomness.restore(run.random_states)
             try:
@@ -167,7 +173,7 @@ def open_run(
     if mesh is not None:
         mesh.wait()  # the others look at the directory when it is tidy
     newest = run.checkpoints.latest()
-    if newest is not None and resume != "never":
+    if newest is not None and (resume != "never" or restarted()):
         go_on(run, newest)
     elif resume == "must":
         raise CheckpointError("there is no checkpoint to go on from", where=str(directory.checkpoints))
@@ -206,7 +212,7 @@ def go_on(run: Run, checkpoint: Path) -> None:
         check_unchanged(record["of"], run.of, checkpoint)
         run.loader.restore(LoaderState.from_dict(record["loader"]))
         run.total = run.loader.steps_total()
-        run.random_states = record["randomness"]
+        run.random_states = random_states(checkpoint, run.state.mesh)
         run.course = Course(**record["course"])
     run.checkpoints.load(run.state, checkpoint)
     if run.loader.past_end:
