@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from luthier.config.sections import AdamWConfig, SGDConfig
-from luthier.engine import checkpoint, randomness
+from luthier.engine import randomness
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, committed
 from luthier.engine.state import TrainState
 from luthier.errors import CheckpointError
 from luthier.hf.source import resolve
+from luthier.hf.tensor_file import TensorFile
 from luthier.optim.build import build_optimizer
 
 
@@ -77,24 +77,6 @@ def test_a_resumed_run_ends_bit_equal_to_an_unbroken_one(
     for key, values in everything(whole).items():
         for expected, seen in zip(values, everything(second)[key], strict=True):
             assert torch.equal(expected, seen), key
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_several_files_hold_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
-    state = small_state(1)
-    take_steps(state, 2)
-    monkeypatch.setattr(checkpoint, "FILE_BYTES", 100)
-    writer = Checkpointer(tmp_path, asynchronous=asynchronous)
-    writer.save(state, {})
-    writer.wait()
-    files = list((tmp_path / "step-000002" / "tensors").glob("*.safetensors"))
-    assert len(files) > 3
-    names = [name for file in files for name in load_file(file)]
-    assert len(names) == len(set(names)) == 4 + 2 * 3
-    other = small_state(2)
-    Checkpointer(tmp_path).load(other, tmp_path / "step-000002")
-    for key, values in everything(state).items():
-        assert all(torch.equal(a, b) for a, b in zip(values, everything(other)[key], strict=True)), key
 
 
 def test_moments_keep_their_dtype_beside_bf16_weights(tmp_path: Path) -> None:
@@ -219,7 +201,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.HuggingFaceStorageWriter, "write_data", full)
+    monkeypatch.setattr(TensorFile, "write", full)
     writer = Checkpointer(tmp_path, asynchronous=asynchronous)
 
     def save() -> None:

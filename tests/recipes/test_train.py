@@ -61,8 +61,10 @@ def assert_same_end(one: Path, other: Path) -> None:
     assert first.keys() == second.keys()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
     records = [read_record(committed(run / "checkpoints")[-1]) for run in (one, other)]
-    for key in ("counters", "loader", "course", "randomness", "optimizer"):
+    for key in ("counters", "loader", "course", "layout", "optimizer"):
         assert records[0][key] == records[1][key], key
+    states = [(committed(run / "checkpoints")[-1] / "random-00000.json").read_text() for run in (one, other)]
+    assert states[0] == states[1]
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -360,13 +362,19 @@ def test_a_damaged_record_is_refused_by_name(tmp_path: Path, rows: Path) -> None
     checkpoint = committed(run.output / "checkpoints")[-1]
     record = read_record(checkpoint)
     broken: list[Any] = [[], {}, *({k: v for k, v in record.items() if k != key} for key in ("of", "course", "loader"))]
-    broken += [{**record, key: "x"} for key in ("of", "course", "loader", "counters", "randomness", "optimizer")]
+    broken += [{**record, key: "x"} for key in ("of", "course", "loader", "counters", "optimizer")]
     for value in broken:
         (checkpoint / "state.json").write_text(json.dumps(value))
         with pytest.raises(
             CheckpointError, match=r"state\.json is damaged .*remove this directory to go on from an older"
         ):
             train(run)
+    (checkpoint / "state.json").write_text(json.dumps(record))
+    states = (checkpoint / "random-00000.json").read_text()
+    (checkpoint / "random-00000.json").write_text('{"python": 3}')
+    with pytest.raises(CheckpointError, match=r"random-00000\.json is damaged"):
+        train(run)
+    (checkpoint / "random-00000.json").write_text(states)
     # one that is nobody's best does not stop the run either
     older = committed(run.output / "checkpoints")[0]
     (older / "state.json").write_text("{}")

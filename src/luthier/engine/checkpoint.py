@@ -1,9 +1,14 @@
-"""Checkpoints: tensors by torch's DCP in safetensors files, everything else as JSON, committed by one rename.
+"""Checkpoints: tensors in safetensors files, everything else as JSON, committed by one rename.
 
-A step is written into `checkpoints/.writing-step-000050`, flushed to disk, then renamed to `step-000050`. Only the
-renamed directory is a checkpoint; whatever a crash leaves behind has the other name and is removed by the next run that
-owns the directory (`Checkpointer.tidy`), never by somebody who only reads.
-Optimizer states are stored by parameter name, so they can be read on any layout, and no pickle is involved.
+On several ranks each writes what it holds (`checkpoint_tensors`), and when all have, rank 0 commits; the directory must
+be one that all of them see. A step is written into `checkpoints/.writing-step-000050`, flushed to disk, then renamed to
+`step-000050`. Only the renamed directory is a checkpoint; whatever a crash leaves behind has the other name and is
+removed by the next run that owns the directory (`Checkpointer.tidy`), never by somebody who only reads.
+
+Everything is stored by name, so it can be read on any layout, and no pickle is involved.
+
+Random states are each rank's own. A run that goes on with another layout than the checkpoint was taken on cannot use
+them, since other ranks see other rows: it seeds anew from its seed and the step (`random_states` gives None).
 """
 
 from __future__ import annotations
@@ -13,28 +18,29 @@ import os
 import re
 import shutil
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+import torch.distributed as dist
 
 from luthier.engine import randomness
+from luthier.engine.checkpoint_tensors import Block, blocks_to_write, read, stored_tensors, tensors_of, write
 from luthier.engine.state import Counters, TrainState
 from luthier.errors import CheckpointError
+from luthier.hf.together import Group, rank_in, tell, together, told_once
+from luthier.parallel.mesh import Layout, Mesh
 
 _COMMITTED = re.compile(r"step-(\d{6,})")
 _WRITING = ".writing-"
 _RECORD = "state.json"
 _TENSORS = "tensors"
-FILE_BYTES = 256 << 20
-"""A file of tensors ends before it would grow beyond this."""
+_PATIENCE = timedelta(hours=2)
+"""How long ranks wait for the slowest writer."""
 _USE_OLDER = "remove this directory to go on from an older one"
 
 
@@ -62,29 +68,52 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def reading(checkpoint: Path) -> Iterator[None]:
+def reading(checkpoint: Path, file: str = _RECORD) -> Iterator[None]:
     """Around whatever looks into a record: a part that is missing or no such thing means that the record is damaged.
+
+    Args:
+        checkpoint: whose.
+        file: that the record is in.
 
     Raises:
         CheckpointError: it is.
     """
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise _damaged(checkpoint, error) from error
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
+        raise _damaged(checkpoint, error, file) from error
+
+
+def random_states(checkpoint: Path, mesh: Mesh | None) -> dict[str, Any] | None:
+    """The states of this rank's random generators; None where the checkpoint was taken on another layout.
+
+    Raises:
+        CheckpointError: they are missing or damaged.
+    """
+    with reading(checkpoint):
+        if read_record(checkpoint)["layout"] != _layout(mesh):
+            return None
+    with reading(checkpoint, _random_file(mesh)):
+        return dict(json.loads((checkpoint / _random_file(mesh)).read_text(encoding="utf-8")))
+
+
+def _layout(mesh: Mesh | None) -> str:
+    return str(mesh.layout if mesh is not None else Layout())
+
+
+def _random_file(mesh: Mesh | None) -> str:
+    return f"random-{mesh.rank if mesh is not None else 0:05d}.json"
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong in one line; DCP hands the errors of all ranks on with their tracebacks as text."""
-    if isinstance(error, dcp.api.CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
+    """What went wrong in one line."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
-def _damaged(checkpoint: Path, error: Exception) -> CheckpointError:
+def _damaged(checkpoint: Path, error: Exception, file: str = _RECORD) -> CheckpointError:
     reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-    return CheckpointError(f"{_RECORD} is damaged ({reason})", where=str(checkpoint), remedy=_USE_OLDER)
+    return CheckpointError(f"{file} is damaged ({reason})", where=str(checkpoint), remedy=_USE_OLDER)
 
 
 def _score(checkpoint: Path) -> float | None:
@@ -142,6 +171,7 @@ class Checkpointer:
         self._asynchronous = asynchronous
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._group: Group | None = None
 
     def tidy(self) -> None:
         """Remove what a crash left half written; only for the one run that has locked the directory and writes here."""
@@ -161,6 +191,8 @@ class Checkpointer:
     def save(self, state: TrainState, record: dict[str, Any], *, score: float | None = None) -> None:
         """Write a checkpoint of this very moment; returns once the tensors are copied when asynchronous.
 
+        On a layout all ranks call this at the same step.
+
         Args:
             state: what is saved; it may go on changing after the return.
             record: JSON-able facts of the recipe (loader place, what the run is of, best score).
@@ -168,32 +200,44 @@ class Checkpointer:
         """
         self.wait()
         name = f"step-{state.counters.step:06d}"
-        if (self.directory / name).exists():
+        writing = self.directory / f"{_WRITING}{name}"
+        group = self._own_group(state)
+        leads = rank_in(group) == 0
+        if tell((self.directory / name).exists(), group):
             return
+        with together(group):
+            if leads:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(writing, ignore_errors=True)
+                writing.mkdir()
+        with together(group):
+            if not writing.is_dir():
+                remedy = "choose an output on a file system that they share"
+                raise CheckpointError("is not the same directory on all ranks", where=str(writing), remedy=remedy)
+        tensors = tensors_of(state, self._trainable_only)
+        scalars: dict[str, dict[str, Any]] = {}
+        holders: dict[str, list[int]] = {}
+        for ranks, (names, found) in told_once((list(tensors), _optimizer_scalars(state)), group):
+            scalars = found | scalars
+            for tensor in names:
+                holders.setdefault(tensor, ranks)
         full_record = {
             **record,
             "counters": asdict(state.counters),
-            "randomness": randomness.capture(),
-            "optimizer": _optimizer_scalars(state),
+            "layout": _layout(state.mesh),
+            "optimizer": scalars,
             "score": score,
         }
-        writing = self.directory / f"{_WRITING}{name}"
-        self.directory.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir()
-        tensors = self._tensors(state)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            if not self._asynchronous:
-                self._write_aside(tensors, writing, name, full_record)
-                self.wait()
-                return
-        # One staging copy, then a thread of our own: DCP's async_save leaves a process pool behind in short runs, and
-        # the commit must follow the last byte anyway.
-        copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
-        self._writer = threading.Thread(
-            target=self._write_aside, args=(copies, writing, name, full_record), name="checkpoint-writer"
-        )
+        parts = blocks_to_write(tensors, holders, rank_in(group))
+        random = (_random_file(state.mesh), randomness.capture())
+        if not self._asynchronous:
+            self._write_aside(parts, random, writing, name, full_record)
+            self.wait()
+            return
+        # One staging copy, then a thread of our own, which talks to other ranks' through a group of its own.
+        parts = [replace(part, values=part.values.to("cpu", copy=True)) for part in parts]
+        arguments = (parts, random, writing, name, full_record)
+        self._writer = threading.Thread(target=self._write_aside, args=arguments, name="checkpoint-writer")
         self._writer.start()
 
     def wait(self) -> None:
@@ -230,74 +274,73 @@ class Checkpointer:
         Raises:
             CheckpointError: if it is damaged or was taken of other parameters.
         """
-        record = read_record(checkpoint)
-        reader = HuggingFaceStorageReader(str(checkpoint / _TENSORS))
-        try:
-            stored = reader.read_metadata().state_dict_metadata
-        except Exception as error:  # safetensors raises its own untyped errors for a damaged file
-            raise CheckpointError(
-                f"tensors cannot be read ({error})", where=str(checkpoint), remedy=_USE_OLDER
-            ) from error
-        if not stored:
-            raise CheckpointError("its tensors are missing", where=str(checkpoint), remedy=_USE_OLDER)
-        tensors = self._tensors(state)
+        group = dist.group.WORLD if state.mesh is not None else None
+        with together(group):
+            record = read_record(checkpoint)
+            try:
+                stored = stored_tensors(checkpoint / _TENSORS)
+            except CheckpointError as error:
+                raise CheckpointError(error.what, where=error.where, remedy=_USE_OLDER) from error
+        tensors = tensors_of(state, self._trainable_only)
         if weights_only:
             tensors, stored = _weights(tensors), _weights(stored)
-        if missing := sorted(tensors.keys() - stored.keys()) or sorted(stored.keys() - tensors.keys()):
+        needed = {name for _, names in told_once(list(tensors), group) for name in names}
+        if missing := sorted(needed - stored.keys()) or sorted(stored.keys() - needed):
             raise CheckpointError(
                 f"was taken of other parameters (for instance {missing[0]})",
                 where=str(checkpoint),
                 remedy="resume with the same model, adapter and optimizer, or use --resume never",
             )
-        for name, tensor in tensors.items():  # a load would cast without a word
-            there = stored[name]
-            assert isinstance(there, TensorStorageMetadata)
-            size, dtype = there.size, there.properties.dtype
-            if size != tensor.shape or dtype != tensor.dtype:
-                raise CheckpointError(
-                    f"{name} is {dtype} {list(size)} and the run needs {tensor.dtype} {list(tensor.shape)}",
-                    where=str(checkpoint),
-                    remedy="resume with the same model, adapter and optimizer, or use --resume never",
-                )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            try:
-                dcp.load(dict(tensors), storage_reader=reader, no_dist=not torch.distributed.is_initialized())
-            except (ValueError, RuntimeError, dcp.api.CheckpointException) as error:
-                raise CheckpointError(f"tensors do not fit ({_reason(error)})", where=str(checkpoint)) from error
-        with reading(checkpoint):
-            state.counters = Counters(**record["counters"])
-            if not weights_only:
-                _restore_optimizer_scalars(state, record["optimizer"])
-                randomness.restore(record["randomness"])
+        with together(group):
+            for name, tensor in tensors.items():  # a load would cast without a word
+                size, dtype = stored[name].shape, stored[name].dtype
+                if size != tensor.shape or dtype != tensor.dtype:
+                    raise CheckpointError(
+                        f"{name} is {dtype} {list(size)} and the run needs {tensor.dtype} {list(tensor.shape)}",
+                        where=str(checkpoint),
+                        remedy="resume with the same model, adapter and optimizer, or use --resume never",
+                    )
+            read(tensors, stored)
+            with reading(checkpoint):
+                state.counters = Counters(**record["counters"])
+                if not weights_only:
+                    _restore_optimizer_scalars(state, record["optimizer"])
+                    states = random_states(checkpoint, state.mesh)
+            if not weights_only and states is not None:
+                with reading(checkpoint, _random_file(state.mesh)):
+                    randomness.restore(states)
         return record
 
-    def _tensors(self, state: TrainState) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {}
-        names = {parameter: name for name, parameter in state.model.named_parameters()}
-        for parameter, name in names.items():
-            if parameter.requires_grad or not self._trainable_only:
-                tensors[f"model.{name}"] = parameter.detach()
-        for parameter, values in state.optimizer.state.items():
-            for key, value in values.items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"optimizer.{names[parameter]}.{key}"] = value
-        return tensors
+    def _own_group(self, state: TrainState) -> Group | None:
+        """Ranks that write together; not training's own group, since writing goes on beside training."""
+        if state.mesh is not None and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        return self._group
 
-    def _write_aside(self, tensors: dict[str, torch.Tensor], writing: Path, name: str, record: dict[str, Any]) -> None:
+    def _write_aside(
+        self,
+        parts: list[Block],
+        random: tuple[str, dict[str, Any]],
+        writing: Path,
+        name: str,
+        record: dict[str, Any],
+    ) -> None:
+        """What each rank does after the copies are made; rank 0 commits when all have written."""
+        group = self._group
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                _write(tensors, writing)
-            self._commit(writing, name, record)
+            with together(group):
+                (writing / _TENSORS).mkdir(exist_ok=True)
+                if parts:
+                    write(parts, writing / _TENSORS / f"rank-{rank_in(group):05d}.safetensors")
+                _write_json(writing / random[0], random[1])
+            with together(group):
+                if rank_in(group) == 0:
+                    self._commit(writing, name, record)
         except BaseException as error:  # told by the next wait(), in the thread that trains
             self._failure = error
 
     def _commit(self, writing: Path, name: str, record: dict[str, Any]) -> None:
-        with (writing / _RECORD).open("w", encoding="utf-8") as file:
-            json.dump(record, file)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_json(writing / _RECORD, record)
         for directory in (writing / _TENSORS, writing):
             _sync_directory(directory)
         writing.rename(self.directory / name)
@@ -326,19 +369,11 @@ def _weights(named: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in named.items() if name.startswith("model.")}
 
 
-def _write(tensors: dict[str, torch.Tensor], writing: Path) -> None:
-    # A file is serialised in memory before it is written, so one file for all would hold everything a second time.
-    files: dict[str, int] = {}
-    number, size = 1, 0
-    for name, tensor in tensors.items():
-        if size and size + tensor.nbytes > FILE_BYTES:
-            number, size = number + 1, 0
-        files[name] = number
-        size += tensor.nbytes
-    writer = HuggingFaceStorageWriter(
-        str(writing / _TENSORS), fqn_to_index_mapping=files if number > 1 else None, save_distributed=True
-    )
-    dcp.save(dict(tensors), storage_writer=writer, no_dist=not torch.distributed.is_initialized())
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _optimizer_scalars(state: TrainState) -> dict[str, dict[str, Any]]:
@@ -350,9 +385,9 @@ def _optimizer_scalars(state: TrainState) -> dict[str, dict[str, Any]]:
 
 
 def _restore_optimizer_scalars(state: TrainState, scalars: dict[str, dict[str, Any]]) -> None:
-    parameters = dict(state.model.named_parameters())
-    for name, values in scalars.items():
-        state.optimizer.state[parameters[name]].update(values)
+    names = {parameter: name for name, parameter in state.model.named_parameters()}  # on a layout of this rank's stage
+    for parameter, values in state.optimizer.state.items():
+        values.update(scalars[names[parameter]])
 
 
 def _sync_directory(path: Path) -> None:

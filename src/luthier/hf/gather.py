@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ Block = tuple[tuple[slice, ...], tuple[slice, ...]]
 """Where a block lies in a rank's part, and where in the whole tensor."""
 
 
-def plain_class(model: nn.Module) -> type[nn.Module]:
+def plain_class(model: Any) -> type[Any]:
     """The class of a model as it was before FSDP gave it one of its own."""
     return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
@@ -26,6 +27,11 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, without history; the same memory."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def blocks(tensor: DTensor, coordinate: Sequence[int]) -> Iterator[Block]:
@@ -98,7 +104,7 @@ def gather(tensor: torch.Tensor, destination: int) -> torch.Tensor | None:
         return tensor.detach() if here == destination else None
     if coordinate_of(tensor, destination) is None:
         return None  # that rank gathers from others, which hold the same
-    local = tensor.detach().to_local()
+    local = local_part(tensor)
     kind = tensor.device_mesh.device_type  # offloaded shards travel through the device that the ranks talk by
     device = local.device if local.device.type == kind else torch.device(kind, torch.cuda.current_device())
     sources = holders(tensor, destination)

@@ -1,14 +1,13 @@
 """Weights of a model, whole or in parts on many ranks, written as files that the Hub's tools read.
 
-What will be written is laid out on meta first: names, dtypes, shapes, and which rank writes which file. Then weights are
-gathered a layer at a time, each on the rank that writes it, converted back to the Hub's names (Transformers' conversions
-are reverted) and put in their places. So no rank holds more than a layer beside its own part, and files hold the same on
-every layout.
+What will be written is laid out on meta first: names, dtypes, shapes, and which rank writes which file. Then weights
+are gathered a layer at a time, each on the rank that writes it, converted back to the Hub's names (Transformers'
+conversions are reverted) and put in their places. So no rank holds more than a layer beside its own part, and files
+hold the same on every layout.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import re
@@ -27,7 +26,7 @@ from luthier.errors import ModelError
 from luthier.hf.gather import gather, plain_class, reshard
 from luthier.hf.load import build_on_meta
 from luthier.hf.tensor_file import Entry, TensorFile
-from luthier.hf.together import Group, exchange, global_rank, rank_in, tell, together
+from luthier.hf.together import Group, exchange, global_rank, rank_in, together, told_once
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _GROUP = re.compile(r"^(.*?\.\d+)\.")
@@ -223,22 +222,18 @@ def _planned(outline: _Outline, shard_bytes: int, group: Group | None) -> list[_
     Ranks that hold the same names are a stage, and a stage writes what it holds; what several hold, the first does.
     """
     own = [(outline.place(part), part) for part in outline.parts]
-    mark = hashlib.sha256(repr(own).encode()).hexdigest()
-    stages: dict[str, list[int]] = {}
-    for rank, other in enumerate(exchange(mark, group)):
-        stages.setdefault(other, []).append(rank)
     planned: dict[int, tuple[_Part, list[int]]] = {}
-    for ranks in stages.values():
-        for place, part in tell(own, group, source=ranks[0]):
+    for ranks, parts in told_once(own, group):
+        for place, part in parts:
             planned.setdefault(place, (part, ranks))
     ordered = [planned[place] for place in sorted(planned)]
     batches: list[_Batch] = []
     for _, stage in itertools.groupby(ordered, key=lambda item: item[1][0]):
         found = list(stage)
         ranks = found[0][1]
-        for number, parts in enumerate(_batched([part for part, _ in found], shard_bytes)):
-            files = tuple(_files(parts, shard_bytes))
-            batches.append(_Batch(ranks[number % len(ranks)], tuple(ranks), tuple(parts), files))
+        for number, batch in enumerate(_batched([part for part, _ in found], shard_bytes)):
+            files = tuple(_files(batch, shard_bytes))
+            batches.append(_Batch(ranks[number % len(ranks)], tuple(ranks), tuple(batch), files))
     return batches
 
 

@@ -5,6 +5,7 @@ Everywhere `group` is the group of all ranks that hold parts of the model, and N
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +43,22 @@ def tell(value: Any, group: Group | None, source: int = 0) -> Any:
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=source)
     return box[0]
+
+
+def told_once(value: Any, group: Group | None) -> list[tuple[list[int], Any]]:
+    """What all ranks give, equal things once, with the ranks that gave them: so stages of a pipeline are told apart.
+
+    Args:
+        value: equal ones have the same `repr`, and others another.
+        group: all of whose ranks call this.
+
+    Returns:
+        [(ranks, value)], the value of the lowest rank first.
+    """
+    givers: dict[str, list[int]] = {}
+    for rank, mark in enumerate(exchange(hashlib.sha256(repr(value).encode()).hexdigest(), group)):
+        givers.setdefault(mark, []).append(rank)
+    return [(ranks, tell(value, group, source=ranks[0])) for ranks in givers.values()]
 
 
 @contextmanager
