@@ -19,6 +19,9 @@ from luthier.adapters.products import low_rank_products
 from luthier.adapters.siblings import Siblings
 from luthier.hf.linear import LinearShape, linear_shape
 
+_PLAIN = (nn.Parameter, Tensor)
+"""A parameter, or this rank's part of one while a forward runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
@@ -103,8 +106,8 @@ class LoraLayer(nn.Module):
             self.lora_shape.plain
             and not torch.compiler.is_compiling()
             and type(x) is Tensor
-            and type(self.weight) is nn.Parameter
-            and type(self.lora_A.weight) is nn.Parameter
+            and type(self.weight) in _PLAIN
+            and type(self.lora_A.weight) in _PLAIN
             and x.dtype == self.weight.dtype
             and x.is_contiguous()
             and not torch.is_autocast_enabled(x.device.type)

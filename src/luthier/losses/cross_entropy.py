@@ -33,6 +33,8 @@ _TILE_CPU, _TILE_DEVICE = 2048, 16384
 
 LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
 """[n, hidden] -> [n, vocabulary]."""
+LogprobsFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""[n, vocabulary] and targets [n] -> [n]."""
 
 
 def streamed_cross_entropy(
@@ -82,21 +84,21 @@ def streamed_cross_entropy(
         bias_gradient = make(head.bias) if head.bias is not None and wants[2] else None
         if any(wants[1:]):
             chunk = min(chunk, max(64, _KEPT_BYTES // (len(weight) * weight.element_size())))
-        found = torch.zeros(len(targets), dtype=_wide(hidden), device=hidden.device)
+        found = torch.zeros(len(targets), dtype=wide_dtype(hidden), device=hidden.device)
         width = tile or (_TILE_CPU if hidden.device.type == "cpu" else _TILE_DEVICE)
         for start in range(0, len(rows), chunk):
             here = slice(start, start + chunk)
             part = None if chosen_gradient is None else chosen_gradient[here]
             buffers = Gradients(part, weight_gradient, bias_gradient, add=start > 0) if any(wants) else None
             found[rows[here]] = stream(chosen[here], head, chosen_targets[here], factors[here], buffers, width)
-        loss = -_exact_sum(coefficients, found)
+        loss = -exact_sum(coefficients, found)
         if not any(wants):
             return loss, found
         hidden_gradient = None
         if chosen_gradient is not None:
             hidden_gradient = torch.zeros_like(hidden).index_copy_(0, rows, chosen_gradient)
     gradients = [hidden_gradient, weight_gradient, bias_gradient][: len(inputs)]
-    return _with_gradients(loss, inputs, gradients), found
+    return with_gradients(loss, inputs, gradients), found
 
 
 def cross_entropy_from_logits(
@@ -105,6 +107,7 @@ def cross_entropy_from_logits(
     targets: torch.Tensor,
     coefficients: torch.Tensor,
     chunk: int = LOGITS_CHUNK,
+    logprobs: LogprobsFunction | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of coefficient * -log p(target) for any head, with its gradient made on the way.
 
@@ -114,13 +117,14 @@ def cross_entropy_from_logits(
         targets: int64 [n].
         coefficients: [n], any sign; positions with 0 are left out.
         chunk: positions at a time.
+        logprobs: what makes log-probabilities of logits and targets; that of a whole vocabulary when left out.
 
     Returns:
         as `streamed_cross_entropy`.
     """
     training = torch.is_grad_enabled()
     rows = coefficients.nonzero()[:, 0]
-    found = torch.zeros(len(targets), dtype=_wide(hidden), device=hidden.device)
+    found = torch.zeros(len(targets), dtype=wide_dtype(hidden), device=hidden.device)
     hidden_gradient = torch.zeros_like(hidden) if training and hidden.requires_grad else None
     leaves: list[torch.Tensor] = []
     sums: list[torch.Tensor] = []
@@ -129,10 +133,10 @@ def cross_entropy_from_logits(
         here = rows[start : start + chunk] if len(rows) else torch.zeros(min(1, len(targets)), dtype=torch.int64)
         piece = hidden.detach()[here].requires_grad_(hidden_gradient is not None)
         with torch.set_grad_enabled(training):
-            logprobs = _logprobs(logits_fn(piece), targets[here])
-            loss = -_exact_sum(coefficients[here], logprobs)
+            part = (logprobs or whole_logprobs)(logits_fn(piece), targets[here])
+            loss = -exact_sum(coefficients[here], part)
         if len(rows):
-            found[here] = logprobs.detach()
+            found[here] = part.detach()
         if not loss.requires_grad:
             continue
         if number == 0:
@@ -145,12 +149,16 @@ def cross_entropy_from_logits(
         for total, part in zip(sums, parts, strict=True):
             if part is not None:
                 total += part
-    total_loss = -_exact_sum(coefficients, found)
-    return _with_gradients(total_loss, [hidden, *leaves], [hidden_gradient, *sums]), found
+    total_loss = -exact_sum(coefficients, found)
+    return with_gradients(total_loss, [hidden, *leaves], [hidden_gradient, *sums]), found
 
 
 def chunked_logprobs(
-    logits_fn: LogitsFunction, hidden: torch.Tensor, targets: torch.Tensor, chunk: int = LOGITS_CHUNK
+    logits_fn: LogitsFunction,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    chunk: int = LOGITS_CHUNK,
+    logprobs: LogprobsFunction | None = None,
 ) -> torch.Tensor:
     """Log-probabilities of the targets, whose logits are made again in the backward pass.
 
@@ -159,38 +167,39 @@ def chunked_logprobs(
         hidden: [n, hidden]; n may be 0.
         targets: int64 [n].
         chunk: positions at a time.
+        logprobs: as of `cross_entropy_from_logits`.
 
     Returns:
         [n] in fp32 (float64 for float64), with gradients for hidden and for everything that logits_fn reads and trains.
     """
+
+    def one(piece: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return (logprobs or whole_logprobs)(logits_fn(piece), wanted)
+
     parts = []
     for start in range(0, len(targets), chunk):
         here = slice(start, start + chunk)
         if torch.is_grad_enabled():
-            part = checkpoint(_logprobs_of, logits_fn, hidden[here], targets[here], use_reentrant=False)
+            part = checkpoint(one, hidden[here], targets[here], use_reentrant=False)
         else:
-            part = _logprobs_of(logits_fn, hidden[here], targets[here])
+            part = one(hidden[here], targets[here])
         parts.append(part)
     if not parts:
-        return hidden.sum(1).to(_wide(hidden))
+        return hidden.sum(1).to(wide_dtype(hidden))
     return torch.cat(parts)
 
 
-def _logprobs_of(logits_fn: LogitsFunction, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return _logprobs(logits_fn(hidden), targets)
+def whole_logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [n] of the targets from logits [n, vocabulary]."""
+    return -torch.nn.functional.cross_entropy(logits.to(wide_dtype(logits)), targets, reduction="none")
 
 
-def _logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """[n] from logits [n, vocabulary]."""
-    return -torch.nn.functional.cross_entropy(logits.to(_wide(logits)), targets, reduction="none")
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
+def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The dtype of the softmax."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _exact_sum(coefficients: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+def exact_sum(coefficients: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
     """Sum of coefficient * log p in float64 where the device has it."""
     exact = torch.float32 if logprobs.device.type == "mps" else torch.float64
     return torch.dot(coefficients.to(exact), logprobs.to(exact))
@@ -212,7 +221,7 @@ def _leaves(output: torch.Tensor) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _with_gradients(
+def with_gradients(
     loss: torch.Tensor, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
     """The loss as a function of inputs whose gradients are already known."""

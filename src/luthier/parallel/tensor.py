@@ -1,0 +1,225 @@
+"""Tensor parallelism: every layer's matrices are dealt to the ranks of a group, which compute the same tokens together.
+
+All parameters become DTensors, those that no style cuts replicated ones: so one rule serves the gradient norm, the
+optimizer and checkpoints. Each decoder layer, the rest of the backbone and each other part of the model puts this
+rank's plain parts in their places while its forward runs, and takes them out again. So modules, adapters and compilers
+see plain tensors, and gradients come back as DTensors; those of replicated parameters of which each rank saw a part of
+the use come back `Partial`, and are summed once a step (`norm.settle`), or by FSDP.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+
+from luthier.hf.anatomy import describe
+from luthier.hf.linear import linear_shape
+from luthier.hf.plans import TensorPlan, tensor_plan
+from luthier.losses.vocabulary_parallel import VocabularyShard
+from luthier.parallel.regions import Ring
+from luthier.parallel.styles import CHANGES_HANDS, COLWISE, Lie, Shared, Style, is_known, lie, lie_of_adapter
+
+
+def shard(model: Any, mesh: DeviceMesh, plan: TensorPlan | None = None, *, leave_alone: Collection[str] = ()) -> None:
+    """Cut a model in place.
+
+    Args:
+        model: on meta, adapters in place; layers of other pipeline stages may be gone.
+        mesh: the ranks of tp, one-dimensional.
+        plan: how; `tensor_plan(model)` when left out.
+        leave_alone: full names of modules that are not touched, with all in them: experts that are dealt out whole.
+    """
+    plan = plan or tensor_plan(model)
+    ring = Ring.of(mesh)
+    shared = Shared(ring)
+    modules = {n: m for n, m in model.named_modules() if not _within(n, leave_alone)}
+    styles = {name: style for name, style in plan.styles.items() if not _within(name, leave_alone)}
+    owners = {name: _Hands(shared) for name in _owners(model)}
+    made: dict[int, nn.Parameter] = {}
+    for name, module in modules.items():
+        hands = owners.get(next((owner for owner in _prefixes(name) if owner in owners), ""))
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            assert hands is not None, f"{name}.{key} belongs to no part of the model"
+            how = _lie(modules, styles, name, key, parameter)
+            if id(parameter) not in made:
+                cut = distribute_tensor(parameter, mesh, [how.placement], src_data_rank=None)
+                made[id(parameter)] = nn.Parameter(cut, requires_grad=parameter.requires_grad)
+            module._parameters[key] = made[id(parameter)]
+            hands.parts.append((module, key, how))
+    head = describe(model).head
+    for name, style in styles.items():
+        if (module := modules.get(name)) is not None and style in CHANGES_HANDS:
+            owners.setdefault(name, _Hands(shared)).style = _style(model, module, style, shared, plan, name)
+    for name, keys in plan.divided.items():
+        if name in modules and keys:
+            _divide(modules[name], keys, owners.setdefault(name, _Hands(shared)))
+    for name, hands in owners.items():
+        module = model.get_submodule(name)
+        if hands.parts or hands.style is not None or hands.heads:
+            module.tensor_parallel = hands
+            module.forward = types.MethodType(_forward, module)
+    if head is not None and styles.get(head) == "colwise":
+        outputs = model.get_output_embeddings().out_features
+        model.vocabulary_shard = VocabularyShard(ring.group, ring.span(outputs)[0], outputs)
+
+
+def vocabulary_shard(model: Any) -> VocabularyShard | None:
+    """Which tokens this rank's head has logits for; None where every rank has all."""
+    return cast("VocabularyShard | None", getattr(model, "vocabulary_shard", None))
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter that is cut over tp, or the parameter itself; gradients flow back into it."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def refusal(model: Any, degree: int) -> str | None:
+    """Why a model cannot be cut over so many ranks, as a clause; None if it can.
+
+    Args:
+        model: whole, on meta or not.
+        degree: ranks of tp.
+    """
+    plan = tensor_plan(model)
+    if plan.obstacle:
+        return plan.obstacle
+    modules = dict(model.named_modules())
+    vocabulary = {describe(model).embedding, describe(model).head}
+    for name, style in plan.styles.items():
+        if not is_known(style):
+            return f"its plan asks for the style {style!r}, which is none that Transformers 5.24 has"
+        module = modules.get(name)
+        if name in vocabulary or name.rpartition(".")[0] in vocabulary:
+            continue
+        what, count = plan.pieces.get(name, ("", 0))
+        if module is not None and not what and (shape := linear_shape(module)) is not None:
+            if style == "colwise":
+                what, count = f"outputs of {name.rpartition('.')[2]}", shape.outputs
+            elif style == "rowwise":
+                what, count = f"inputs of {name.rpartition('.')[2]}", shape.inputs
+        elif module is None and style in ("colwise", "rowwise", "packed_colwise", "packed_rowwise"):
+            parameter = model.get_parameter(name)
+            if parameter.ndim == 3:
+                rows = style.endswith("colwise")
+                count = parameter.shape[1 if rows else 2] // (2 if style.startswith("packed") else 1)
+                what = "inner features of an expert"
+        if count % degree:
+            return f"{count} {what} cannot be dealt to {degree} ranks evenly"
+        blocks = getattr(modules.get(name.rpartition(".")[0]), "mp_num", None)
+        if isinstance(blocks, int) and blocks % degree:
+            return f"its fused projection lies in {blocks} blocks, which {degree} ranks cannot share evenly"
+    return None
+
+
+def _within(name: str, parents: Collection[str]) -> bool:
+    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """A name, its parent's, and so on up to the model's own, "" """
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _owners(model: Any) -> list[str]:
+    """Parts whose forward puts local parts in place: every layer, the backbone around them, and what else there is."""
+    anatomy = describe(model)
+    return [*anatomy.layers, *(name for name, _ in model.named_children())]
+
+
+def _lie(modules: dict[str, nn.Module], styles: dict[str, str], name: str, key: str, parameter: Tensor) -> Lie:
+    parent, _, leaf = name.rpartition(".")
+    if leaf in ("lora_A", "lora_B") and parent in modules:
+        return lie_of_adapter(styles.get(parent), leaf)
+    style = styles.get(f"{name}.{key}", styles.get(name))
+    shape = linear_shape(modules[name])
+    how = lie(style, key, parameter, transposed=shape is not None and shape.transposed)
+    in_part = styles.get(name) == "moe_tp_experts" and how.placement.is_replicate()
+    return Lie(how.placement, partial=True) if in_part else how
+
+
+def _style(model: Any, module: nn.Module, style: str, shared: Shared, plan: TensorPlan, name: str) -> Style:
+    shape = linear_shape(module)
+    if style == "embedding_rowwise":
+        outputs = cast(nn.Embedding, module).num_embeddings
+    elif style == "embedding_colwise":
+        outputs = cast(nn.Embedding, module).embedding_dim
+    else:
+        assert shape is not None or style not in COLWISE, f"{name} is no linear layer"
+        outputs = shape.outputs if shape is not None else 0
+    rope = getattr(model.config.get_text_config(), "qk_rope_head_dim", 0) if style == "mla_kv_a_proj" else 0
+    return Style(style, shared, plan.sections.get(name, ()), outputs, rope)
+
+
+def _divide(module: Any, keys: tuple[str, ...], hands: _Hands) -> None:
+    """Tell an attention module how many heads it has here."""
+    size = hands.shared.ring.size
+    hands.heads = next(getattr(module, key) for key in keys)
+    for key in keys:
+        setattr(module, key, getattr(module, key) // size)
+
+
+@dataclass(slots=True)
+class _Hands:
+    """What the forward of one module does beside computing.
+
+    Attributes:
+        shared: of the model.
+        parts: parameters to put in place, of this module and of those in it.
+        style: of the module.
+        heads: of an attention module that is told how many it has: all of them.
+    """
+
+    shared: Shared
+    parts: list[tuple[nn.Module, str, Lie]] = field(default_factory=list)
+    style: Style | None = None
+    heads: int = 0
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that tensor parallelism has a hand in."""
+    hands: _Hands = self.tensor_parallel
+    if hands.heads:
+        kwargs = {key: _own_heads(key, value, hands) for key, value in kwargs.items()}
+    if not hands.parts:
+        return hands.style(self, *args, **kwargs) if hands.style else type(self).forward(self, *args, **kwargs)
+    whole = [module._parameters[key] for module, key, _ in hands.parts]
+    for (module, key, how), parameter in zip(hands.parts, whole, strict=True):
+        if isinstance(parameter, DTensor):
+            module._parameters[key] = cast(nn.Parameter, _local_part(parameter, how, hands.shared.ring))
+    try:
+        return hands.style(self, *args, **kwargs) if hands.style else type(self).forward(self, *args, **kwargs)
+    finally:
+        for (module, key, _), parameter in zip(hands.parts, whole, strict=True):
+            module._parameters[key] = parameter
+        hands.shared.forget()
+
+
+def _local_part(parameter: DTensor, how: Lie, ring: Ring) -> Tensor:
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
+        part = parameter.to_local()
+    else:
+        part = parameter.to_local(grad_placements=[Partial() if how.partial else how.placement])
+    return part * 0 if how.once and ring.rank else part
+
+
+def _own_heads(key: str, value: Any, hands: _Hands) -> Any:
+    """This rank's part of a bias that attention is given for every head: [heads, q, kv] or [batch (x) heads, q, kv]."""
+    if not isinstance(value, Tensor) or key not in ("alibi", "position_bias", "attention_mask"):
+        return value
+    start, stop = hands.shared.ring.span(hands.heads)
+    if value.ndim == 4 and value.shape[1] == hands.heads > 1:
+        return value[:, start:stop]
+    if value.ndim == 3 and key != "attention_mask":
+        return value.unflatten(0, (-1, hands.heads))[:, start:stop].flatten(0, 1)
+    return value
