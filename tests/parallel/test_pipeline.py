@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from luthier.hf.tiny import debug_config
+from luthier.parallel.programs import PROGRAMS
 from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong, weighted_sum
 from tests.parallel.cases import documents, measure
 
@@ -57,3 +58,21 @@ def check(results: list[dict[str, Any]], expected: Reference, bound: float) -> N
 @pytest.mark.parametrize("kind", TYPES)
 def test_two_stages(world: Any, models: dict[str, Path], kind: str) -> None:
     check(world(2).run(measure, models[kind], {"pp": 2}, documents()), reference(models[kind]), TYPES[kind])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "mixtral", "falcon"])
+@pytest.mark.parametrize("schedule", [name for name in PROGRAMS if name != "1f1b"])
+def test_schedules(world: Any, models: dict[str, Path], schedule: str, kind: str) -> None:
+    results = world(2).run(measure, models[kind], {"pp": 2}, documents(), pipeline_schedule=schedule)
+    check(results, reference(models[kind]), TYPES[kind])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma3_text", "gpt2"])
+def test_four_stages(world: Any, models: dict[str, Path], kind: str) -> None:
+    check(world(4).run(measure, models[kind], {"pp": 4}, documents()), reference(models[kind]), TYPES[kind])
+
+
+@pytest.mark.parametrize("schedule", PROGRAMS)
+def test_with_shards(world: Any, models: dict[str, Path], schedule: str) -> None:
+    results = world(4).run(measure, models["qwen3"], {"pp": 2, "dp_shard": 2}, documents(), pipeline_schedule=schedule)
+    check(results, reference(models["qwen3"]), TYPES["qwen3"])

@@ -323,7 +323,9 @@ class ParallelConfig(Section):
     """Give gathered weights back after a layer's forward; auto does, but not with a pipeline, which comes back soon."""
     cpu_offload: bool = False
     """Keep shards of weights, gradients and moments in the host's memory (dp_shard)."""
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "dualpipe_v"] = "1f1b"
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dualpipe_v"] = (
+        "1f1b"
+    )
     """Order of the pipeline's work."""
     stages_per_rank: PositiveInt | None = None
     """Stages that each rank holds under the interleaved schedules; 2 when left out."""
