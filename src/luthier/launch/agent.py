@@ -84,7 +84,7 @@ def _config(request: Request) -> LaunchConfig:
             _, nodes = parse_min_max_nnodes(args.nnodes)
     except (SystemExit, ValueError, RuntimeError) as error:
         last = said.getvalue().strip().splitlines()[-1:] or [str(error)]
-        what = last[0].removeprefix("luthier: ").removeprefix("error: ")
+        what = last[0].rpartition("error: ")[2]
         raise ConfigError(what, where="the launcher's options and PET_* variables") from None
     alone = nodes == 1 and args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or alone:
@@ -92,6 +92,8 @@ def _config(request: Request) -> LaunchConfig:
         args.local_addr = args.local_addr or "localhost"  # a laptop's own name often leads nowhere
     if args.master_port is None:
         args.master_port = 29500
+    if args.rdzv_backend != "static":
+        args.node_rank = 0  # it means nothing there, and torch would say so
     args.log_dir = os.devnull  # else torch makes a directory that it never uses
     if nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(_cores()) // nproc))
@@ -196,6 +198,14 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._deaths = {}
+        store, spec = worker_group.store, worker_group.spec
+        assert store is not None
+        # The store of a static meeting is the same at each start, and the nodes count alike; others have one each time.
+        static = spec.rdzv_handler.get_backend() == "static"
+        key = f"luthier start {spec.max_restarts - self._remaining_restarts if static else 'now'}"
+        if worker_group.group_rank == 0:
+            store.set(key, uuid.uuid4().hex)
+        self._logs.start = store.get(key).decode()
         return dict(super()._start_workers(worker_group))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from luthier.launch.place import ATTEMPT
+from luthier.launch.place import ATTEMPT, START
 from luthier.launch.records import ERROR_FILE, OUTCOME
 from luthier.launch.world import LAUNCHER
 
@@ -35,6 +35,8 @@ class RankLogs(LogsSpecs):
         self._scratch = scratch
         self._shown: _Shown | None = None
         self.attempt = -1
+        self.start = ""
+        """A name of the start that comes next."""
         self.logs: dict[int, Path] = {}
         """By local rank, of the newest attempt; so the next."""
         self.answers: dict[int, Path] = {}
@@ -58,6 +60,7 @@ class RankLogs(LogsSpecs):
             environment[OUTCOME] = str(self.answers[local])
             environment[ERROR_FILE] = errors[local]
             environment[ATTEMPT] = str(self.attempt)
+            environment[START] = self.start
             environment[LAUNCHER] = str(os.getpid())
             streams[local] = str(self.logs[local])
             if rank == "0":

@@ -12,6 +12,8 @@ Environment = Mapping[str, str]
 
 ATTEMPT = "LUTHIER_ATTEMPT"
 """Set by our launcher: how many times these ranks were started before."""
+START = "LUTHIER_START"
+"""Set by our launcher: a name of this start, the same on all nodes."""
 
 # Slurm counts its own steps (batch script, interactive shell) down from here; srun's count up from 0.
 _SLURM_SPECIAL_STEP = 0xFFFF_FFF0
@@ -32,6 +34,7 @@ class Place:
         local_rank: among those of this machine, from 0: the device that is this rank's.
         master: host and port at which rank 0 keeps the store where all meet.
         attempt: how many times the ranks were started before, after a failure or with other nodes.
+        start: what tells the messages of these ranks from those of earlier ones in a store that outlives them.
     """
 
     rank: int
@@ -39,6 +42,7 @@ class Place:
     local_rank: int
     master: tuple[str, int]
     attempt: int = 0
+    start: str = "0"
 
     def variables(self) -> dict[str, str]:
         """The same as torchrun says it, for what reads only that."""
@@ -79,6 +83,7 @@ def _torchrun(environment: Environment) -> Place | None:
             _number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
             _number(environment, "SLURM_RESTART_COUNT", 0),
         ),
+        start=environment.get(START) or environment.get("TORCHELASTIC_RESTART_COUNT") or "0",
     )
 
 

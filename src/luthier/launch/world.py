@@ -76,9 +76,17 @@ def join(device: torch.device) -> Iterator[torch.device]:
         torch.accelerator.set_device_index(device)
         backend = f"cpu:{backend},{device.type}:{backends[device.type]}"
     os.environ.update(here.variables())
+    timeout = timedelta(seconds=FIRST_STEP_TIMEOUT)
+    store, *_ = next(dist.rendezvous("env://", here.rank, here.ranks, timeout=timeout))
+    store.set_timeout(timeout)
     dist.init_process_group(
         backend,
-        timeout=timedelta(seconds=FIRST_STEP_TIMEOUT),
+        # torch's launcher keeps one store for all its attempts: without a prefix, ranks would find the addresses of
+        # those that failed before.
+        store=dist.PrefixStore(f"start {here.start}", store),
+        rank=here.rank,
+        world_size=here.ranks,
+        timeout=timeout,
         device_id=device if device.type != "cpu" else None,
     )
     try:

@@ -1,0 +1,143 @@
+"""What the environment makes of a process, cluster by cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from luthier.errors import ConfigError
+from luthier.launch import Place, Request, place, request
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
+SRUN = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_NODELIST": "gpu[001-008]",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
+}
+SBATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_NODELIST": "n1"}
+TRAINJOB = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29500",
+}
+PYTORCHJOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+IN_STEP_PORT = 10_000 + (123456 + 2 * 101) % 20_000
+
+PLACES = [
+    ("a process of its own", {}, None),
+    ("torchrun", TORCHRUN, Place(5, 8, 1, ("node0", 29500))),
+    ("torchrun, restarted", {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, Place(5, 8, 1, ("node0", 29500), 2, "2")),
+    ("srun", SRUN, Place(5, 8, 1, ("gpu007", IN_STEP_PORT))),
+    ("torchrun inside srun", SRUN | TORCHRUN, Place(5, 8, 1, ("node0", 29500))),
+    ("our launcher under Kubeflow", TRAINJOB | TORCHRUN, Place(5, 8, 1, ("node0", 29500))),
+    ("srun with a master of its own", {**SRUN, "MASTER_ADDR": "h", "MASTER_PORT": "9"}, Place(5, 8, 1, ("h", 9))),
+    ("requeued by Slurm", {**SRUN, "SLURM_RESTART_COUNT": "1"}, Place(5, 8, 1, ("gpu007", IN_STEP_PORT), 1)),
+    ("a batch script without srun", SBATCH, None),
+    ("the same in a later rank", {**SBATCH, "SLURM_PROCID": "3"}, Place(3, 8, 0, ("n1", 10_007))),
+    ("an interactive shell", {**SBATCH, "SLURM_STEP_ID": "4294967290"}, None),
+    ("srun of one task", {**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None),
+    (
+        "only srun's address",
+        {**SBATCH, "SLURM_NODELIST": "", "SLURM_LAUNCH_NODE_IPADDR": "1.2.3.4"},
+        ("1.2.3.4", 10_007),
+    ),
+    ("Kubeflow", TRAINJOB, None),
+    ("Kubeflow's older operator", PYTORCHJOB, Place(1, 2, 0, ("job-master-0", 23456))),
+    ("the same with PET_*", PYTORCHJOB | TRAINJOB, None),
+]
+
+
+@pytest.mark.parametrize(("environment", "expected"), [row[1:] for row in PLACES], ids=[row[0] for row in PLACES])
+def test_place(environment: dict[str, str], expected: Any) -> None:
+    found = place(environment)
+    if isinstance(expected, tuple):
+        assert found is not None
+        assert found.master == expected
+    else:
+        assert found == expected
+    if found is not None:
+        assert place(found.variables()) == Place(found.rank, found.ranks, found.local_rank, found.master)
+
+
+def test_a_place_that_makes_no_sense_is_named() -> None:
+    with pytest.raises(ConfigError, match=r'^environment variable RANK: "first" is not a whole number$'):
+        place({**TORCHRUN, "RANK": "first"})
+    nowhere = {name: value for name, value in SRUN.items() if not name.endswith(("NODELIST", "IPADDR"))}
+    with pytest.raises(ConfigError, match="no variable of Slurm names a node; set MASTER_ADDR"):
+        place(nowhere)
+
+
+FOUR = {"nproc": "4"}
+REQUESTS = [
+    ("nothing asked", {}, {}, None),
+    ("--nproc", {}, FOUR, Request(nproc="4")),
+    ("a rank is not asked again", TORCHRUN, FOUR, None),
+    ("Kubeflow", TRAINJOB, {}, Request()),
+    ("one of Kubeflow's ranks", TRAINJOB | TORCHRUN, {}, None),
+    ("options go before PET_*", TRAINJOB, {"max_restarts": 3}, Request(max_restarts=3)),
+    ("Kubeflow's older operator", PYTORCHJOB | TRAINJOB, {}, Request()),
+    ("srun", SRUN, {}, None),
+    ("a launcher on each node by srun", SRUN, FOUR, Request(nproc="4")),
+    ("nodes", {}, {"nnodes": "2:4", "rdzv_endpoint": "h:1"}, Request(nnodes="2:4", rdzv_endpoint="h:1")),
+    ("one node meets nobody", {}, {"nnodes": "1"}, Request(nnodes="1")),
+]
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "expected"), [row[1:] for row in REQUESTS], ids=[row[0] for row in REQUESTS]
+)
+def test_request(environment: dict[str, str], options: dict[str, Any], expected: Request | None) -> None:
+    assert request(environment, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"nproc": "many"}, '--nproc: "many" is not a number of processes; give 1, 2, ... or auto'),
+        ({"nproc": "0"}, '--nproc: "0" is not a number of processes; give 1, 2, ... or auto'),
+        ({"nnodes": "4:2"}, '--nnodes: "4:2" is not a number of nodes; give N or MIN:MAX'),
+        ({"nnodes": "2"}, "--rdzv-endpoint: is missing, and several nodes must meet somewhere; "),
+    ],
+)
+def test_requests_that_make_no_sense(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        request({}, **options)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_torchrun_reads_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options and PET_* meet in torch's own reading of them."""
+    from luthier.launch.agent import _config
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name, value in TRAINJOB.items():
+        monkeypatch.setenv(name, value)
+    config = _config(Request(max_restarts=2))
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (2, 2, 4, 2)
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("static", "job-node-0-0.job:29500")
+    assert config.rdzv_configs["rank"] == 1
+
+    config = _config(Request(nproc="2", nnodes="1:3", rdzv_endpoint="host:1234"))
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (1, 3, 2)
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "host:1234")
+
+    monkeypatch.setenv("PET_MAX_RESTARTS", "some")
+    with pytest.raises(ConfigError, match=r"PET_\* variables: argument --max-restarts.*'some'$"):
+        _config(Request())

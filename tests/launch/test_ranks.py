@@ -1,0 +1,147 @@
+"""Ranks that are really started: by our launcher, by torchrun, as srun would; what they say and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ["tests.launch.played", "train", "--model", "debug:llama", "--data", "rows.jsonl", "--output", "run"]
+
+
+def command(directory: Path, play: str, *words: str, by: tuple[str, ...] = (), **more: str) -> dict[str, Any]:
+    return {
+        "args": [sys.executable, "-m", *by, *RECIPE, *words],
+        "cwd": directory,
+        "env": os.environ | {"PLAY": play, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more},
+        "text": True,
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
+
+
+def run(directory: Path, play: str, *words: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(**command(directory, play, *words, **more))
+
+
+def logs(directory: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in directory.glob("run/logs/*/*")}
+
+
+def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
+    done = run(tmp_path, "sums", "--nproc", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["loss"] == 3.0
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == "to standard output, which belongs to the answer\nrank 0 speaks\n"
+    assert logs(tmp_path) == {
+        f"rank-{rank}.txt": f"to standard output, which belongs to the answer\nrank {rank} speaks\n" for rank in (0, 1)
+    }
+
+
+def test_the_rank_that_failed_is_the_one_that_is_told(tmp_path: Path) -> None:
+    done = run(tmp_path, "raises", "--nproc", "2")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("Traceback (most recent call last):\n")
+    assert done.stderr.count("Traceback") == 1  # rank 0 lost its peer, which is nobody's news
+    *_, error, last = done.stderr.splitlines()
+    assert error == "ZeroDivisionError: on purpose"
+    assert last.startswith("rank 1 of 2 failed; its log is run/logs/")
+    assert "ZeroDivisionError: on purpose" in Path(tmp_path / last.rpartition(" ")[2]).read_text()
+    assert "Traceback" in logs(tmp_path)["rank-0.txt"]
+
+
+def test_a_mistake_is_one_sentence_and_not_tried_again(tmp_path: Path) -> None:
+    done = run(tmp_path, "mistakes", "--nproc", "2", "--max-restarts", "3", "--json")
+    assert done.returncode == 2
+    assert done.stderr == "error: rows.jsonl: is empty; write something\n"
+    error = json.loads(done.stdout)["error"]
+    assert error == {
+        "kind": "DataError",
+        "message": "rows.jsonl: is empty; write something",
+        "where": "rows.jsonl",
+        "what": "is empty",
+        "remedy": "write something",
+    }
+
+
+def test_a_mistake_in_the_command_starts_nothing(tmp_path: Path) -> None:
+    done = run(tmp_path, "sums", "--nproc", "2", "train.steps=many")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == 'error: command line: train.steps: "many" is not a whole number\n'
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    done = run(tmp_path, "dies_once", "--nproc", "2", "--max-restarts", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["loss"] == 1.0
+    told, again = done.stderr.splitlines()
+    assert told.startswith("rank 1 of 2 was ended by SIGKILL, as the system does when memory runs out; its log is ")
+    assert again == "starting again from the last checkpoint (restart 1 of 1)"
+    assert sorted(logs(tmp_path)) == ["rank-0.restart-1.txt", "rank-0.txt", "rank-1.restart-1.txt", "rank-1.txt"]
+
+
+@pytest.fixture
+def at_work(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Two ranks that work until they are stopped."""
+    process = subprocess.Popen(**command(tmp_path, "stops", "--nproc", "2", "--max-restarts", "1"))
+    assert process.stderr is not None
+    assert process.stderr.readline() == "at work\n"
+    yield process
+    process.kill()  # the ranks hear of it
+    process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_all_ranks_after_the_same_step(at_work: subprocess.Popen[str], number: signal.Signals) -> None:
+    at_work.send_signal(number)
+    out, err = at_work.communicate()
+    assert at_work.returncode == 128 + number
+    assert out.splitlines()[0].endswith("loss 1.0000")  # all had done as many steps
+    assert out.splitlines()[1] == f"stopped by {number.name} and saved; the same command goes on from here"
+    assert err == ""
+
+
+def test_torchrun_can_start_the_same_command(tmp_path: Path) -> None:
+    by = ("torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m")
+    done = run(tmp_path, "sums", "--json", by=by)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["loss"] == 3.0
+    assert sorted(line for line in done.stderr.splitlines() if line.startswith("rank")) == [
+        "rank 0 speaks",
+        "rank 1 speaks",
+    ]
+
+
+def test_srun_can_start_the_same_command(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    srun = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    srun |= {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(port)}
+    tasks = [
+        subprocess.Popen(**command(tmp_path, "sums", "--json", SLURM_PROCID=f"{rank}", SLURM_LOCALID=f"{rank}", **srun))
+        for rank in range(2)
+    ]
+    answers = [task.communicate() for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], answers
+    assert json.loads(answers[0][0])["loss"] == 3.0
+    assert answers[1][0] == ""
+
+
+def test_kubeflow_starts_ranks_without_an_option(tmp_path: Path) -> None:
+    done = run(tmp_path, "sums", "--json", PET_NNODES="1", PET_NPROC_PER_NODE="2")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["loss"] == 3.0
