@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from luthier.batch import Batch
+from luthier.hf.gather import reshard
 from luthier.parallel.balance import balance, costs
 from luthier.parallel.cuttable import roles_of
 from luthier.parallel.programs import PROGRAMS, Program
@@ -255,6 +256,8 @@ class Pipeline:
                 handed[part.index] = outputs
             for work, _ in sent:
                 work.wait()
+            for stage in cut.stages:
+                reshard(stage)  # no backward pass comes to give the gathered weights back
             return self._shared(len(batches))
 
     def settle(self) -> None:

@@ -135,10 +135,9 @@ def held_out_batches(network: Network, rows: Rows, config: RunConfig) -> Iterato
 def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:
     """What a checkpoint must have been taken of for this run to go on with it; the loader checks data and batch."""
     adapter = config.adapter.model_dump(mode="json") if config.adapter is not None else {}
+    group = dist.group.WORLD if state.mesh is not None else None
     return {
-        "model": model_digest(
-            state.model, dist.group.WORLD if state.mesh is not None else None
-        ),  # not its name: directories are moved
+        "model": model_digest(state.model, group),  # not its name: directories are moved
         "adapter": "LoRA" if config.adapter is not None else "none",
         **{f"adapter.{key}": value for key, value in adapter.items()},
         "optimizer.name": config.optimizer.name,
