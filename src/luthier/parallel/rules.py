@@ -1,0 +1,89 @@
+"""Which layouts a model can have. What cannot be is refused before weights are read, the nearest that can is named."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import astuple
+from functools import cache
+from typing import Any
+
+from luthier.errors import ConfigError
+from luthier.parallel import context, cuttable, expert, tensor
+from luthier.parallel.mesh import Layout
+
+REFUSALS: dict[str, Callable[[Any, int], str | None]] = {
+    "tp": tensor.refusal,
+    "cp": context.refusal,
+    "pp": cuttable.refusal,
+    "ep": expert.refusal,
+}
+"""Degree -> refusal(model, degree): the reason as a clause, or None. Data parallelism cuts any model."""
+
+
+def check(model: Any, layout: Layout, stages_per_rank: int = 1) -> None:
+    """Refuse a layout that the model's mathematics does not admit.
+
+    Args:
+        model: whole, on meta or not; adapters may be in place.
+        layout: asked for.
+        stages_per_rank: of the pipeline's schedule.
+
+    Raises:
+        ConfigError: with the reason, and the nearest layout of as many ranks that works.
+    """
+
+    @cache
+    def reason(name: str, degree: int) -> str | None:
+        if degree == 1:
+            return None
+        if name == "pp":
+            return cuttable.refusal(model, degree, stages_per_rank)
+        return REFUSALS[name](model, degree)
+
+    for name in REFUSALS:
+        degree = getattr(layout, name)
+        if why := reason(name, degree):
+            raise ConfigError(
+                f"{type(model).__name__} cannot run on {name} {degree}: {why}",
+                where=f"parallel.{name}",
+                remedy=f"{nearest(layout, reason)} would work",
+            )
+
+
+def nearest(layout: Layout, reason: Callable[[str, int], str | None]) -> Layout:
+    """The layout of as many ranks that is most like this one, of those that nothing speaks against.
+
+    Args:
+        layout: that cannot be.
+        reason: why a degree of a name cannot be, or None.
+
+    >>> str(nearest(Layout(dp_shard=3, tp=2), lambda name, degree: "no" if name == "tp" and degree == 2 else None))
+    'dp_shard 2 x tp 3'
+    """
+    found = [
+        candidate
+        for candidate in _same_ranks(layout)
+        if not any(reason(name, getattr(candidate, name)) for name in REFUSALS)
+    ]
+    return min(found, key=lambda candidate: (_distance(candidate, layout), -candidate.dp_shard))
+
+
+def _same_ranks(layout: Layout) -> list[Layout]:
+    ranks = layout.ranks
+    divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
+    found = []
+    for cp, tp, pp in itertools.product(divisors, repeat=3):
+        rest = layout.dp_replicate * cp * tp * pp
+        if ranks % rest:
+            continue
+        for ep in sorted({1, layout.ep}):
+            candidate = Layout(layout.dp_replicate, ranks // rest, cp, tp, pp, ep)
+            if ep == 1 or (ep % tp == 0 and (candidate.fsdp * tp) % ep == 0):
+                found.append(candidate)
+    return found
+
+
+def _distance(left: Layout, right: Layout) -> float:
+    return sum(abs(math.log(a / b)) for a, b in zip(astuple(left), astuple(right), strict=True))
