@@ -35,9 +35,11 @@ def not_causal(config: PreTrainedConfig) -> str | None:
     kind = config.model_type
     if kind in _READS_OTHERS:
         return _READS_OTHERS[kind]
-    known = CONFIG_MAPPING.get(kind)
-    if known is None or type(config) is not known:
+    if kind not in CONFIG_MAPPING:
         return None  # of code that a repository brings along
+    known = CONFIG_MAPPING[kind]  # a lazy mapping, whose .get knows only what has been used before
+    if type(config) is not known:
+        return None
     if known.is_encoder_decoder or config.is_encoder_decoder:
         return "an encoder-decoder, whose writing half reads what its other half has read"
     if known in MODEL_FOR_MASKED_LM_MAPPING:
