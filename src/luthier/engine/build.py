@@ -23,6 +23,7 @@ from luthier.engine.state import TrainState
 from luthier.errors import ConfigError
 from luthier.hf.allocator import bound_kernel_cache, tune_allocator
 from luthier.hf.anatomy import Anatomy, describe
+from luthier.hf.experts import find_experts
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import packing_is_exact
 from luthier.hf.head import HeadInfo, linear_head
@@ -30,11 +31,12 @@ from luthier.hf.limits import Limits, limits_of
 from luthier.hf.load import DTYPES, load_model, tie_on_meta
 from luthier.hf.source import ModelSource
 from luthier.optim.build import build_optimizer
-from luthier.parallel import expert
+from luthier.parallel import context, expert, rules, tensor
 from luthier.parallel.checkpointing import Policy, checkpoint_activations
 from luthier.parallel.fsdp import shard
 from luthier.parallel.mesh import Mesh
 from luthier.parallel.pipeline import Cut, Pipeline, cut
+from luthier.parallel.programs import PROGRAMS
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +198,8 @@ class _Plan:
             self._cut(model, self._mesh)
 
     def _cut(self, model: Any, mesh: Mesh) -> None:
+        program = PROGRAMS[self._parallel.pipeline_schedule]
+        rules.check(model, mesh.layout, self._parallel.stages_per_rank or program.stages_per_rank)
         layers = self.anatomy.layers
         roots: list[tuple[Any, Sequence[Any]]] = [(model, [model.get_submodule(name) for name in layers])]
         if mesh.pp is not None:
@@ -203,7 +207,12 @@ class _Plan:
             self.stages = cut(model, mesh.pp, schedule=wanted.pipeline_schedule, stages_per_rank=wanted.stages_per_rank)
             layers = self.stages.layers
             roots = [(stage, stage.layers) for stage in self.stages.stages]
+        if mesh.tp is not None:
+            alone = [found.name for found in find_experts(model)] if mesh.ep is not None else []
+            tensor.shard(model, mesh.tp, leave_alone=alone)
         dealt = set(expert.shard(model, mesh)) if mesh.ep is not None else set()
+        if mesh.cp is not None:
+            context.prepare(model, mesh.cp)
         _recompute_and_compile(model, layers, self._checkpointing, self._compile)
         tie_on_meta(model)
         if mesh.fsdp is None:

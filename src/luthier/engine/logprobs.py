@@ -2,6 +2,7 @@
 
 A head that is linear up to a scale, a cap and a bias (checked against the model's own forward when the head is made)
 streams over the vocabulary. Any other head, an adapted one included, is the model's own forward on chunks of positions.
+Under tensor parallelism each rank has the logits of its own tokens, and only sums go round.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from luthier.losses.cross_entropy import (
     cross_entropy_from_logits,
     streamed_cross_entropy,
 )
+from luthier.losses.vocabulary_parallel import vocabulary_parallel_cross_entropy
+from luthier.parallel.tensor import local, vocabulary_shard
 
 
 class Head:
@@ -56,18 +59,20 @@ class Head:
         Returns:
             the loss (float64 scalar, differentiable) and the log-probabilities [n] (without gradient).
         """
+        shard = vocabulary_shard(self._model)
         if self._linear is None:
-            return cross_entropy_from_logits(self._logits, hidden, targets, coefficients, self._logits_chunk)
-        return streamed_cross_entropy(
-            hidden,
-            self._linear.weight,
-            targets,
-            coefficients,
-            bias=self._linear.bias,
-            scale=self._linear.scale,
-            soft_cap=self._linear.softcap,
-            chunk=self._chunk,
-        )
+            one = None if shard is None else shard.logprobs
+            return cross_entropy_from_logits(self._logits, hidden, targets, coefficients, self._logits_chunk, one)
+        weight, bias = local(self._linear.weight), self._linear.bias
+        how: dict[str, Any] = {
+            "bias": None if bias is None else local(bias),
+            "scale": self._linear.scale,
+            "soft_cap": self._linear.softcap,
+            "chunk": self._chunk,
+        }
+        if shard is not None:
+            return vocabulary_parallel_cross_entropy(hidden, weight, targets, coefficients, shard, **how)
+        return streamed_cross_entropy(hidden, weight, targets, coefficients, **how)
 
     def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [n] whose logits are made again in the backward pass.
@@ -76,8 +81,10 @@ class Head:
             hidden: [n, hidden].
             targets: int64 [n].
         """
-        return chunked_logprobs(self._logits, hidden, targets, self._logits_chunk)
+        shard = vocabulary_shard(self._model)
+        one = None if shard is None else shard.logprobs
+        return chunked_logprobs(self._logits, hidden, targets, self._logits_chunk, one)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] to [n, vocabulary] by the model's own forward."""
+        """[n, hidden] to [n, vocabulary], or to this rank's part of it, by the model's own forward."""
         return head_logits(self._model, hidden)
