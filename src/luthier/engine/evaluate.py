@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from luthier.batch import Batch
-from luthier.engine.network import Network
+from luthier.engine.network import Network, held, whole
 from luthier.hf.forward import hidden_states
 from luthier.parallel.fsdp import within
 
@@ -58,28 +58,30 @@ def logprobs_of(network: Network, batches: Sequence[Batch]) -> list[torch.Tensor
     if network.pipeline is None:
         return [within(network.model, _logprobs, network, batch) for batch in here]
 
-    def score(hidden: torch.Tensor, batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        values = _score(network, hidden, batch)
+    def score(hidden: torch.Tensor, row: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values = _score(network, hidden, row, here[number])
         return values.sum(), values
 
-    return [logprobs for _, logprobs in network.pipeline.forward(here, score)]
+    return [logprobs for _, logprobs in network.pipeline.forward([held(network, batch) for batch in here], score)]
 
 
 def _logprobs(network: Network, batch: Batch) -> torch.Tensor:
     if network.mesh is None and not batch.weights.any():
         return torch.zeros(batch.tokens, dtype=network.head.dtype, device=batch.input_ids.device)
-    return _score(network, hidden_states(network.model, batch), batch)
+    row = held(network, batch)
+    return _score(network, hidden_states(network.model, row), row, batch)
 
 
-def _score(network: Network, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _score(network: Network, hidden: torch.Tensor, row: Batch, batch: Batch) -> torch.Tensor:
+    """[T] of a batch from the hidden states of its row, or of this rank's part of it."""
     head = network.head
-    chosen = batch.weights[0].nonzero().squeeze(-1)  # [n]
-    values = torch.zeros(batch.tokens, dtype=head.dtype, device=batch.input_ids.device)
+    chosen = row.weights[0].nonzero().squeeze(-1)  # [n]
+    values = torch.zeros(row.tokens, dtype=head.dtype, device=row.input_ids.device)
     if chosen.numel():
-        values[chosen] = head.logprobs(hidden[chosen], batch.targets[0, chosen])
+        values[chosen] = head.logprobs(hidden[chosen], row.targets[0, chosen])
     elif network.mesh is not None:  # its weights are everybody's: take part
-        head.logprobs(hidden[:1], batch.targets[0, :1])
-    return values
+        head.logprobs(hidden[:1], row.targets[0, :1])
+    return whole(network, values, batch)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 
 from luthier.batch import Batch
 from luthier.errors import ModelError
+from luthier.parallel import context
 
 if TYPE_CHECKING:
     from luthier.adapters import LoraReport
@@ -49,6 +50,30 @@ class Network:
     def is_main(self) -> bool:
         """Whether this is the rank that speaks and writes for all."""
         return self.mesh is None or self.mesh.rank == 0
+
+
+def held(network: Network, row: Batch) -> Batch:
+    """What this rank runs of a row: its part under context parallelism, else the row."""
+    if network.mesh is None or network.mesh.cp is None:
+        return row
+    return context.cut(row, network.mesh.cp)
+
+
+def whole(network: Network, values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """[T] of a batch from what was found for the part of its padded row that `held` gave; all ranks call it.
+
+    Differentiable in this rank's part alone.
+    """
+    if network.mesh is None or network.mesh.cp is None:
+        return values[: batch.tokens].clone()  # FSDP wants no views from what it calls
+    return context.join(values, network.mesh.cp, batch.tokens)
+
+
+def summed(network: Network, value: torch.Tensor) -> torch.Tensor:
+    """The sum of a number over the parts of a row; all ranks call it. Differentiable in this rank's part alone."""
+    if network.mesh is None or network.mesh.cp is None:
+        return value
+    return context.total(value, network.mesh.cp)
 
 
 def require_readable(network: Network, batch: Batch) -> None:

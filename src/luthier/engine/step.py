@@ -14,7 +14,7 @@ import torch
 
 from luthier.batch import Batch
 from luthier.engine.guards import first_bad_gradient
-from luthier.engine.network import require_readable
+from luthier.engine.network import held, require_readable, summed, whole
 from luthier.engine.state import TrainState
 from luthier.hf.forward import hidden_states
 from luthier.parallel.fsdp import within
@@ -99,37 +99,42 @@ def _forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None
 def _through_stages(
     state: TrainState, pipeline: Pipeline, batches: list[Batch], loss: LossFunction | None
 ) -> list[ForwardBackward]:
-    def score(hidden: torch.Tensor, batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def score(hidden: torch.Tensor, row: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         if number >= len(batches):
-            return _score(state, hidden, batch, None)
-        return _score(state, hidden, batches[number], loss)
+            return _score(state, hidden, row, row, None)
+        return _score(state, hidden, row, batches[number], loss)
 
     even = to_one_length([batch.padded(state.row_multiple) for batch in batches])
-    return [ForwardBackward(*found) for found in pipeline.forward_backward(even, score)]
+    rows = [held(state, batch) for batch in even]
+    return [ForwardBackward(*found) for found in pipeline.forward_backward(rows, score)]
 
 
 def _loss(state: TrainState, batch: Batch, loss: LossFunction | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of a microbatch and its log-probabilities [T]; on a layout all ranks run it, each with its part."""
-    return _score(state, hidden_states(state.model, batch.padded(state.row_multiple)), batch, loss)
+    row = held(state, batch.padded(state.row_multiple))
+    return _score(state, hidden_states(state.model, row), row, batch, loss)
 
 
 def _score(
-    state: TrainState, hidden: torch.Tensor, batch: Batch, loss: LossFunction | None
+    state: TrainState, hidden: torch.Tensor, row: Batch, batch: Batch, loss: LossFunction | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """From hidden states [T or more, hidden] to the loss and log-probabilities [T]."""
-    weights = batch.weights[0]
+    """From the hidden states of a padded row, or of this rank's part of it, to the microbatch's loss and
+    log-probabilities [T]."""
+    weights = row.weights[0]
     chosen = weights.nonzero().squeeze(-1)  # [n], none of them in the padding
     if chosen.numel() == 0:  # whoever shares weights has to take part in every collective, so with a position that
         chosen = chosen.new_zeros(1)  # counts nothing
     hidden = hidden[chosen]  # [n, hidden]
-    targets = batch.targets[0, chosen]  # [n]
+    targets = row.targets[0, chosen]  # [n]
     if loss is None:
         # The coefficients are known, so the head makes its gradient in the forward pass.
         value, logprobs = state.head.cross_entropy(hidden, targets, weights[chosen])
-        return value, _scatter(logprobs, chosen, batch.tokens)
+        full = whole(state, _scatter(logprobs, chosen, row.tokens), batch)
+        return summed(state, value), full
     # The coefficients come later, from the loss: the head keeps nothing and computes again in the backward pass.
     logprobs = state.head.logprobs(hidden, targets)
-    full = _scatter(logprobs.where(weights[chosen] != 0, 0.0 * logprobs), chosen, batch.tokens)
+    full = _scatter(logprobs.where(weights[chosen] != 0, 0.0 * logprobs), chosen, row.tokens)
+    full = whole(state, full, batch)
     return loss(full, batch), full
 
 

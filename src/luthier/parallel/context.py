@@ -61,8 +61,19 @@ def join(values: torch.Tensor, mesh: DeviceMesh, tokens: int) -> torch.Tensor:
     Returns:
         [T] in the row's order, without the padding.
     """
-    joined: torch.Tensor = _Join.apply(values, mesh)
-    return joined[:tokens]
+    joined: torch.Tensor = _Join.apply(values, mesh, tokens)
+    return joined
+
+
+def total(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Sum of a number over the ranks that share the row, differentiable in this rank's part alone, as `join` is.
+
+    Args:
+        value: any shape.
+        mesh: the ranks that share the row, all of which call this.
+    """
+    result: torch.Tensor = _Total.apply(value, mesh)
+    return result
 
 
 def held_positions(tokens: int, degree: int, rank: int) -> torch.Tensor:
@@ -258,20 +269,32 @@ class _Join(torch.autograd.Function):
     """[T / degree] of each rank to [T] in the row's order; the gradient is that of this rank's own part."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        degree, ctx.rank = mesh.size(), mesh.get_local_rank()
-        ctx.degree = degree
+    def forward(ctx: Any, values: torch.Tensor, mesh: DeviceMesh, tokens: int) -> torch.Tensor:
+        degree = mesh.size()
         parts = [torch.empty_like(values) for _ in range(degree)]
         dist.all_gather(parts, values.contiguous(), group=mesh.get_group())
         joined = values.new_empty(values.numel() * degree)
         for rank, part in enumerate(parts):
             joined[held_positions(joined.numel(), degree, rank).to(values.device)] = part
-        return joined
+        ctx.here = held_positions(joined.numel(), degree, mesh.get_local_rank()).to(values.device)
+        return joined[:tokens].clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        here = held_positions(gradient.numel(), ctx.degree, ctx.rank)
-        return gradient[here.to(gradient.device)], None
+        own = gradient[ctx.here.clamp(max=gradient.numel() - 1)]
+        return own.where(ctx.here < gradient.numel(), 0), None, None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        summed = value.clone()
+        dist.all_reduce(summed, group=mesh.get_group())
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return gradient, None
 
 
 def _heads(tensor: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
