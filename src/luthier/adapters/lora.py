@@ -83,13 +83,14 @@ def apply_lora(model: Any, config: LoraConfig, seed: int = 0) -> LoraReport:
     return finish_lora(model, config, seed)
 
 
-def finish_lora(model: Any, config: LoraConfig, seed: int = 0) -> LoraReport:
+def finish_lora(model: Any, config: LoraConfig, seed: int = 0, *, watch: bool = True) -> LoraReport:
     """Make an adapted model ready to train once its weights are there.
 
     Args:
         model: given to `apply_lora` before; nothing on meta.
         config: the same.
         seed: of the adapters' first values.
+        watch: run the model once, to see which layers share their input; False for a stage, which cannot run alone.
 
     Returns:
         what was adapted, counted again now that the ties are known.
@@ -100,7 +101,8 @@ def finish_lora(model: Any, config: LoraConfig, seed: int = 0) -> LoraReport:
     else:
         initialise_adapters(model, seed)
     freeze(model)
-    find_siblings(model)
+    if watch:
+        find_siblings(model)
     return report(model, config)
 
 

@@ -133,7 +133,7 @@ def build_network(
     )
     lora = plan.lora
     if adapter is not None:
-        found = finish_lora(model, adapter, seed)
+        found = finish_lora(model, adapter, seed, watch=mesh is None or mesh.pp is None)
         lora = found if mesh is None else lora  # a rank sees its part alone
     if mesh is None:
         if device.type == "cpu":
