@@ -19,6 +19,7 @@ from luthier.engine.step import forward_backward
 from luthier.errors import DataError, ModelError
 from luthier.hf.source import resolve
 from luthier.hf.tiny import debug_config
+from luthier.parallel import checkpointing
 from tests.oracles.plain import gradient_error, gradient_errors, plain_model, save_strong, weighted_sum
 
 TYPES = ["llama", "qwen2", "qwen3", "gemma2", "cohere2", "granite", "gpt2", "phi", "mixtral"]
@@ -179,7 +180,7 @@ def test_targets_that_are_not_trained_on_may_be_anything(models: dict[str, Path]
     assert run(state, [Batch.pack([masked])], 1.0)[0] == expected
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("policy", ["full", "selective", "offloaded"])
 def test_activation_checkpointing_changes_no_gradient(models: dict[str, Path], policy: str) -> None:
     samples = documents()
     for kind in ("qwen3", "gemma2"):
@@ -194,6 +195,30 @@ def test_activation_checkpointing_changes_no_gradient(models: dict[str, Path], p
         )
         _, gradients = run(state, layouts(samples)["packed"], 1.0)
         assert gradient_error(gradients, expected) < 1e-12
+
+
+def test_offloading_moves_the_inputs_of_layers_and_nothing_else(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[torch.Size] = []
+
+    class Watched(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory: bool) -> None:
+            super().__init__(lambda tensor: (moved.append(tensor.shape), tensor)[1], lambda tensor: tensor)
+
+    monkeypatch.setattr(checkpointing, "save_on_cpu", Watched)
+    state = build_state(
+        resolve(str(models["qwen3"])),
+        adapter=None,
+        optimizer=SGDConfig(name="sgd"),
+        precision="fp64",
+        device=torch.device("cpu"),
+        activation_checkpointing="offloaded",
+    )
+    run(state, layouts(documents())["packed"], 1.0)
+    inputs = [shape for shape in moved if len(shape) == 3]
+    assert inputs == [(1, sum(LENGTHS), 64)] * 2
+    assert sum(shape.numel() for shape in moved if len(shape) != 3) < 2 * sum(LENGTHS) * 64
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

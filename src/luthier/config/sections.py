@@ -133,7 +133,7 @@ class LoraConfig(Section):
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
     target: Annotated[list[str], BeforeValidator(_one_or_many), Field(min_length=1)] = ["attn", "mlp"]
-    """Roles (attn, mlp, unembed), all-linear, module names (q_proj), or regular expressions over full names."""
+    """Roles (attn, mlp, experts alone, unembed), all-linear, module names (q_proj), or regular expressions on full names."""
     train_modules: Annotated[list[str], BeforeValidator(_one_or_many)] = []
     """Modules trained in full beside the adapters, by name or regular expression."""
     dtype: Literal["fp32", "bf16"] | None = None
@@ -271,8 +271,8 @@ class TrainConfig(Section):
     """Gradients are scaled down to this global norm; null for no clipping."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """What a NaN or infinite loss or gradient does: stop with the culprit named, or skip the step and count it."""
-    activation_checkpointing: Literal["off", "full", "selective"] = "off"
-    """Recompute layers in the backward pass: none, all, or every second one."""
+    activation_checkpointing: Literal["off", "full", "selective", "offloaded"] = "off"
+    """Recompute layers in the backward pass: none, all, every second one, or all with their inputs kept on the host."""
     compile: bool = False
     """torch.compile, layer by layer."""
     attention: str | None = None

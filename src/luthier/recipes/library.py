@@ -50,7 +50,7 @@ def load(
         precision: fp32, bf16 or fp64; what the device is fast at when left out.
         device: cpu, cuda, ...; as of `train.device`.
         from_scratch: random weights by the model's own initialisation.
-        activation_checkpointing: off, full or selective.
+        activation_checkpointing: off, full, selective or offloaded.
         trust_remote_code: run code that the model's repository brings.
         seed: of adapters and random weights.
 
