@@ -15,11 +15,12 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint .venv/constraints.txt
 HAS_CUDA := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test bench lint format reference clean
+.PHONY: help demo test matrix bench lint format reference clean
 
 help:
 	@echo "make demo       train a small real model on the data that comes with Luthier, and ask it before and after"
 	@echo "make test       all tests, offline"
+	@echo "make matrix     prove every causal model type on ten layouts, and write docs/architectures.md; goes on where it was"
 	@echo "make bench      Luthier beside TRL and PEFT: tokens per CPU-second, peak memory"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     put the code in form"
@@ -31,6 +32,9 @@ demo: .venv/.demo
 
 test: .venv/.test
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+matrix: .venv/.test
+	HF_HUB_OFFLINE=1 $(BIN)/luthier verify --matrix --resume
 
 bench: .venv/.bench
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/run.py

@@ -34,6 +34,7 @@ VERBS = {
     "data": "Look at rows as the model sees them.",
     "estimate": "Say what a run would take, before it runs.",
     "plot": "Draw the learning rate over the steps.",
+    "verify": "Prove that a model on a layout computes what plain Transformers does.",
     "doctor": "Say what this machine has and how fast it is.",
     "demo": "Train a small real model on the data that comes along.",
 }

@@ -52,6 +52,7 @@ _STUBBORN: dict[str, dict[str, Any]] = {
         "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 5e4}},
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 500000.0, "clip_qkv": 8.0}},
+    "deepseek_v3": {"first_k_dense_replace": 1},
     "dory": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "num_hidden_layers": 3,
@@ -71,6 +72,7 @@ _STUBBORN: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 16,
     },
     "falcon_h1": {"mamba_d_head": 16},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,

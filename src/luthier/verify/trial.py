@@ -1,0 +1,268 @@
+"""One model on trial: what plain Transformers makes of some documents, and what each layout makes of the same."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from luthier.adapters.targets import resolve_modules, resolve_targets
+from luthier.config import LoraConfig
+from luthier.errors import UserError
+from luthier.hf.load import build_on_meta, model_class
+from luthier.hf.source import load_config, resolve
+from luthier.verify.group import Failed, Group, Refused
+
+LEARNING_RATE, MAX_GRADIENT_NORM = 0.1, 1.0
+"""Plain gradient descent: Adam would blow up rounding errors where a gradient is zero in exact arithmetic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How far a layout may be from the reference.
+
+    Attributes:
+        gradient: per tensor, largest difference over largest entry; also of the norm.
+        loss: relative.
+        negligible: a tensor whose largest entry is below this share of the largest of all counts as zero.
+    """
+
+    gradient: float
+    loss: float
+    negligible: float
+
+    @staticmethod
+    def of(precision: str, narrow: bool) -> Bounds:
+        """The bounds of a precision.
+
+        Args:
+            precision: dtype of the run.
+            narrow: the model itself computes in fp32 inside, whatever it is told.
+        """
+        if precision == "float64":
+            return Bounds(1e-6, 1e-6, 1e-7) if narrow else Bounds(1e-10, 1e-9, 1e-13)
+        return Bounds(1e-5, 1e-5, 1e-6)
+
+
+Status = Literal["right", "refused", "wrong", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One model on one layout.
+
+    Attributes:
+        layout: its name, " with LoRA" where adapters were trained.
+        status: right; refused, with the reason; wrong numbers; or failed, which is also wrong.
+        reason: why it was refused, or what is wrong.
+        trace: of an exception.
+        measured: a `Measured` as plain data, None where there is none.
+        export: the difference of the export read back, as a `Difference`.
+        bounds: what it was held to.
+    """
+
+    layout: str
+    status: Status
+    reason: str = ""
+    trace: str = ""
+    measured: Mapping[str, Any] | None = None
+    export: Mapping[str, Any] | None = None
+    bounds: Bounds | None = None
+
+    @property
+    def error(self) -> float:
+        """The worst difference of a gradient."""
+        return float(self.measured["gradients"]["worst"]) if self.measured is not None else float("nan")
+
+
+def documents(
+    vocabulary: int, lengths: Sequence[int], steps: int, seed: int = 0
+) -> list[list[dict[str, list[int] | list[float]]]]:
+    """Random documents for some steps; about a third of the positions is not trained on, a third counts half.
+
+    Args:
+        vocabulary: ids are below this.
+        lengths: of the documents of every step.
+        steps: how many.
+        seed: of the tokens.
+    """
+    generator = random.Random(seed)
+
+    def one(length: int) -> dict[str, list[int] | list[float]]:
+        ids = [generator.randrange(4, min(vocabulary, 1000)) for _ in range(length + 1)]
+        weights = [generator.choice([0.0, 0.5, 1.0]) for _ in range(length)]
+        return {"tokens": ids[:-1], "targets": ids[1:], "weights": [*weights[:-1], 1.0]}
+
+    return [[one(length) for length in lengths] for _ in range(steps)]
+
+
+class Trial:
+    """A model and its documents.
+
+    Args:
+        model: "path", and "gguf_file" or "revision".
+        steps: the documents of each step.
+        scratch: a directory for what the two sides leave for one another; emptied.
+        reference: the process of plain Transformers.
+        adapter: what LoRA is, fields of the config's section; by default small adapters on every linear layer.
+        options: other arguments of `build_state`.
+        device: where both sides compute.
+    """
+
+    def __init__(
+        self,
+        model: Mapping[str, Any],
+        steps: Sequence[Sequence[Mapping[str, Any]]],
+        scratch: Path,
+        reference: Group,
+        *,
+        adapter: LoraConfig | None = None,
+        options: Mapping[str, Any] | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self._model, self._steps, self._scratch, self._reference = dict(model), steps, scratch, reference
+        self._lora = adapter or LoraConfig(rank=4, alpha=8.0, target=["all-linear"])
+        self._options, self._device = dict(options or {}), device
+        self._known: dict[bool, dict[str, Any]] = {}
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+
+    def expected(self, lora: bool) -> dict[str, Any]:
+        """What the reference says; asked once.
+
+        Raises:
+            Failed: plain Transformers (or PEFT) cannot do it either.
+        """
+        if lora not in self._known:
+            output = self._scratch / ("lora" if lora else "full")
+            output.mkdir()
+            adapter = self._adapted(output) if lora else None
+            told: dict[str, Any] = {}
+            for precision in ("float64", "float32"):
+                try:
+                    told = self._reference.call(
+                        "run",
+                        model=self._model,
+                        steps=self._steps,
+                        precision=precision,
+                        learning_rate=LEARNING_RATE,
+                        max_gradient_norm=MAX_GRADIENT_NORM,
+                        output=str(output),
+                        adapter=adapter,
+                        device=self._device,
+                    )
+                    break
+                except Failed:
+                    if precision == "float32":
+                        raise
+            place = adapter["directory"] if adapter is not None else None
+            self._known[lora] = {**told, "precision": precision, "output": str(output), "adapter": place}
+        return self._known[lora]
+
+    def cell(self, group: Group, parallel: Mapping[str, Any], *, lora: bool = False, name: str = "") -> Cell:
+        """Measure a layout.
+
+        Args:
+            group: as many ranks as it takes.
+            parallel: fields of the config's section.
+            lora: adapters beside frozen weights instead of full fine-tuning.
+            name: of the layout.
+        """
+        try:
+            expected = self.expected(lora)
+        except Failed as error:
+            return Cell(name, "refused", f"plain {'PEFT' if lora else 'Transformers'} cannot train it: {error}")
+        except UserError as error:
+            return Cell(name, "refused", error.what)
+        bounds = Bounds.of(expected["precision"], expected["narrow"])
+        output = Path(expected["output"])
+        subject = {
+            "model": self._model,
+            "precision": expected["precision"],
+            "learning_rate": LEARNING_RATE,
+            "adapter": expected["adapter"],
+            "parallel": dict(parallel),
+            "options": self._options,
+        }
+        reference = {key: expected[key] for key in ("losses", "norms")}
+        try:
+            measured = group.call(
+                "measure",
+                subject=subject,
+                steps=self._steps,
+                reference=reference,
+                gradients=str(output),
+                max_gradient_norm=MAX_GRADIENT_NORM,
+                negligible=bounds.negligible,
+                export=str(self._scratch / "export"),
+            )
+            export = self._round_trip(group, expected["precision"], lora)
+        except Refused as error:
+            return Cell(name, "refused", str(error), bounds=bounds)
+        except Failed as error:
+            return Cell(name, "failed", str(error), error.trace, bounds=bounds)
+        fault = _fault(measured, export, bounds)
+        return Cell(name, "wrong" if fault else "right", fault, "", measured, export, bounds)
+
+    def _round_trip(self, group: Group, precision: str, lora: bool) -> dict[str, Any]:
+        file = str(self._scratch / "reloaded.safetensors")
+        told = self._reference.call(
+            "reload",
+            export=str(self._scratch / "export"),
+            precision=precision,
+            output=file,
+            adapter_of=self._model if lora else None,
+        )
+        return group.call("compare", reloaded=file, names=told["names"])
+
+    def _adapted(self, output: Path) -> dict[str, Any]:
+        """The adapter that PEFT is to make, or to read; what it adapts by full names: linear modules, and weights of
+        fused experts."""
+        lora = self._lora
+        if lora.start_from is not None:
+            return {"directory": lora.start_from}
+        path, gguf = str(self._model["path"]), self._model.get("gguf_file")
+        source = resolve(f"{path}/{gguf}" if gguf else path, revision=self._model.get("revision"))
+        config = load_config(source)
+        model = build_on_meta(model_class(source, config), config)
+        modules = dict(model.named_modules())
+        trained = resolve_modules(model, lora.train_modules)
+        names = resolve_targets(model, lora.target, without=trained)
+        return {
+            "directory": str(output / "adapter"),
+            "rank": lora.rank,
+            "alpha": lora.alpha or 2 * lora.rank,
+            "rslora": lora.rslora,
+            "modules": [name for name in names if name in modules],
+            "parameters": [name for name in names if name not in modules],
+            "trained": trained,
+        }
+
+
+def _fault(measured: Mapping[str, Any], export: Mapping[str, Any], bounds: Bounds) -> str:
+    """What is beyond its bound, or ""."""
+    gradients = measured["gradients"]
+    for what, names in (
+        ("no rank has a gradient of", gradients["missing"]),
+        ("a gradient too many:", gradients["extra"]),
+    ):
+        if names:
+            return f"{what} {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+    for what, error, bound in (
+        ("loss", measured["loss_error"], bounds.loss),
+        (f"gradient of {gradients['tensor']}", gradients["worst"], bounds.gradient),
+        ("gradient norm", measured["norm_error"], bounds.gradient),
+    ):
+        if not error <= bound:
+            return f"{what} off by {error:.1e}, allowed {bound:.0e}"
+    if measured["copies"]:
+        return f"ranks hold different copies of {', '.join(measured['copies'][:3])}"
+    if export["missing"] or export["extra"]:
+        return f"export: {', '.join([*export['missing'], *export['extra']][:3])} on one side only"
+    if export["equal"] < export["tensors"]:
+        changed = export["tensors"] - export["equal"]
+        return f"export: {changed} of {export['tensors']} weights differ, {export['tensor']} most"
+    return ""
