@@ -29,6 +29,7 @@ from luthier.hf.forward import packing_is_exact
 from luthier.hf.head import HeadInfo, linear_head
 from luthier.hf.limits import Limits, limits_of
 from luthier.hf.load import DTYPES, load_model, tie_on_meta
+from luthier.hf.shrink import shrink
 from luthier.hf.source import ModelSource
 from luthier.optim.build import build_optimizer
 from luthier.parallel import context, expert, rules, tensor
@@ -142,7 +143,7 @@ def build_network(
         _, packing_fault = packing_is_exact(model)
         _recompute_and_compile(model, plan.anatomy.layers, activation_checkpointing, compile_layers)
     else:
-        packing_fault = "" if plan.anatomy.attention_only else "positions of a row meet outside attention"
+        packing_fault = _packing_fault(model, source, attention, trust_remote_code)
     pipeline = None
     if plan.stages is not None and mesh is not None and mesh.pp is not None:
         width = model.config.get_text_config().hidden_size
@@ -161,6 +162,19 @@ def build_network(
         limits=plan.limits,
         parameters=plan.parameters,
     )
+
+
+def _packing_fault(model: Any, source: ModelSource, attention: str | None, trust_remote_code: bool) -> str:
+    """Why packing is not exact in this architecture, tried on a small model of its kind: of the model itself each rank
+    has a part alone."""
+    small = load_model(
+        source,
+        config=shrink(model.config),
+        attention=attention,
+        from_scratch=True,
+        trust_remote_code=trust_remote_code,
+    )
+    return packing_is_exact(small)[1]
 
 
 class _Plan:
@@ -195,6 +209,8 @@ class _Plan:
         tied = set(model.all_tied_weights_keys)
         self.parameters = sum(p.numel() for name, p in model.named_parameters() if name not in tied)
         if self._mesh is not None:
+            if self._mesh.device.type == "cpu":
+                accelerate_model(model)
             self._cut(model, self._mesh)
 
     def _cut(self, model: Any, mesh: Mesh) -> None:
