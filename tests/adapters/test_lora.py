@@ -80,7 +80,7 @@ def test_targets_by_pattern_and_by_full_name() -> None:
 @pytest.mark.parametrize(
     ("kind", "items", "said"),
     [
-        ("mixtral", ["attn", "mlp"], "'mlp' adapts nothing in MixtralForCausalLM; choose from attn, unembed"),
+        ("llama", ["attn", "experts"], "'experts' adapts nothing in LlamaForCausalLM; choose from attn, mlp, unembed"),
         ("llama", ["q_prok"], "'q_prok' adapts nothing in LlamaForCausalLM; did you mean 'q_proj'?"),
         ("llama", ["attention"], "'attention' adapts nothing"),
         ("llama", ["embed_tokens"], "model.embed_tokens is a Embedding, not a linear layer"),

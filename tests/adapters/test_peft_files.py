@@ -261,7 +261,7 @@ def test_keys_that_do_not_match_are_refused(change: Any, said: str, tmp_path: Pa
         ("use_dora", True, "it uses use_dora, which is not supported"),
         ("lora_bias", True, "it uses lora_bias"),
         ("layer_replication", [[0, 1]], "it uses layer_replication"),
-        ("target_parameters", ["mlp.experts.gate_up_proj"], "it uses target_parameters"),
+        ("target_parameters", ["mlp.experts.gate_up_proj"], "it adapts the parameter mlp.experts.gate_up_proj, which"),
         ("trainable_token_indices", [3], "it uses trainable_token_indices"),
         ("bias", "all", "it trained biases"),
         ("init_lora_weights", "pissa", r"its initialisation \('pissa'\) changed the base weights"),

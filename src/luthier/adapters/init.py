@@ -12,11 +12,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from luthier.adapters.layer import adapted_layers
+from luthier.adapters.experts import ExpertsAdapter, adapted
 from luthier.hf.shards import fill
 
 
-def first_down(rank: int, inputs: int, name: str, seed: int) -> Tensor:
+def first_down(rank: int, inputs: int, name: str, seed: int, experts: int | None = None) -> Tensor:
     """A of one layer: uniform within 1/sqrt(inputs), which is PEFT's kaiming_uniform_(a=sqrt(5)).
 
     Args:
@@ -24,14 +24,16 @@ def first_down(rank: int, inputs: int, name: str, seed: int) -> Tensor:
         inputs: columns.
         name: full name of the adapted layer.
         seed: of the run.
+        experts: of a matrix that every expert has; each gets an A of its own.
 
     Returns:
-        float32 [rank, inputs] on the CPU.
+        float32 [rank, inputs] on the CPU, or [experts, rank, inputs].
     """
     digest = hashlib.sha256(f"{seed}:{name}:lora_A".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     bound = 1.0 / math.sqrt(inputs)
-    return torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator)
+    shape = (rank, inputs) if experts is None else (experts, rank, inputs)
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 @torch.no_grad()
@@ -42,7 +44,8 @@ def initialise_adapters(model: nn.Module, seed: int) -> None:
         model: adapters attached, nothing on meta.
         seed: of the run.
     """
-    for name, layer in adapted_layers(model):
+    for name, layer in adapted(model):
         down, up = layer.lora_A.weight, layer.lora_B.weight
-        fill(down, first_down(layer.lora_spec.rank, layer.lora_shape.inputs, name, seed))
+        experts = layer.lora_shape.experts if isinstance(layer, ExpertsAdapter) else None
+        fill(down, first_down(layer.lora_spec.rank, layer.lora_shape.inputs, name, seed, experts))
         up.zero_()

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from luthier.adapters.experts import adapted
 from luthier.adapters.init import initialise_adapters
-from luthier.adapters.layer import LoraSpec, adapted_layers
+from luthier.adapters.layer import LoraSpec
 from luthier.adapters.peft_config import PeftConfig, read_peft_config
 from luthier.adapters.peft_files import load_peft
 from luthier.adapters.siblings import find_siblings
@@ -111,7 +112,7 @@ def report(model: Any, config: LoraConfig) -> LoraReport:
     anatomy = describe(model)
     shared = f"{anatomy.head}.weight" if anatomy.tied and not trains_one_end(model, anatomy) else None
     counted = [parameter for name, parameter in model.named_parameters() if name != shared]
-    layers = dict(adapted_layers(model))
+    layers = dict(adapted(model))
     endings = dict.fromkeys(name.rpartition(".")[2] for name in layers)
     return LoraReport(
         adapters=len(layers),
@@ -146,7 +147,7 @@ def _agree(config: LoraConfig, files: PeftConfig) -> None:
 
 
 def _agree_on_modules(model: Any, config: LoraConfig) -> None:
-    there = {"target": [name for name, _ in adapted_layers(model)], "train_modules": list(wholly_trained(model))}
+    there = {"target": [name for name, _ in adapted(model)], "train_modules": list(wholly_trained(model))}
     for name, resolve in (("target", resolve_targets), ("train_modules", resolve_modules)):
         if _is_asked(config, name) and resolve(model, getattr(config, name)) != there[name]:
             raise ConfigError(

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luthier.adapters.layer import LoraLayer, adapted_layers, detach, is_adapter_weight
+from luthier.adapters.experts import Adapted, LoraExperts, adapted, detach_experts, weight_names
+from luthier.adapters.layer import LoraLayer, detach, is_adapter_weight
 from luthier.adapters.structure import untie
 from luthier.hf.anatomy import describe
 from luthier.hf.together import Group, exchange
@@ -60,18 +61,20 @@ def merged_weight(layer: LoraLayer) -> tuple[Tensor, float]:
     return _merged(layer, layer.weight.detach(), layer.lora_A.weight.detach(), layer.lora_B.weight.detach())
 
 
-def _merged(layer: LoraLayer, weight: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, float]:
+def _merged(layer: Adapted, weight: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, float]:
     """The same of whole matrices that were gathered from where a layer's parts lie."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     exactly = torch.float64 if weight.dtype.itemsize >= 4 else torch.float32
-    left, right = (down.t(), up.t()) if layer.lora_shape.transposed else (up, down)
+    left, right = (down.mT, up.mT) if layer.lora_shape.transposed else (up, down)
     merged = torch.empty_like(weight)
     error, largest = weight.new_zeros((), dtype=exactly), weight.new_zeros((), dtype=exactly)
-    for start in range(0, len(weight), _ROWS):
-        rows = slice(start, start + _ROWS)
-        total = _sum(weight[rows], left[rows], right, layer.lora_spec.scale, wide)
+    stacked = weight.dim() == 3  # a matrix an expert, taken one at a time
+    for start in range(0, len(weight), 1 if stacked else _ROWS):
+        rows: Any = start if stacked else slice(start, start + _ROWS)
+        across = right[rows] if stacked else right
+        total = _sum(weight[rows], left[rows], across, layer.lora_spec.scale, wide)
         merged[rows] = total
-        exact = total if exactly == wide else _sum(weight[rows], left[rows], right, layer.lora_spec.scale, exactly)
+        exact = total if exactly == wide else _sum(weight[rows], left[rows], across, layer.lora_spec.scale, exactly)
         error = torch.maximum(error, (merged[rows].to(exactly) - exact).abs().max())
         largest = torch.maximum(largest, exact.abs().max())
     return merged, (error / largest).item() if largest > 0 else 0.0
@@ -97,10 +100,14 @@ def merge(model: Any) -> MergeReport:
     if untied:
         untie(model)
     deviations = {}
-    for name, layer in list(adapted_layers(model)):
-        merged, deviations[name] = merged_weight(layer)
-        layer.weight.data.copy_(merged)
-        detach(layer)
+    for name, layer in list(adapted(model)):
+        places = [model.get_parameter(key) for key in weight_names(name, layer)]
+        merged, deviations[name] = _merged(layer, *(place.detach() for place in places))
+        places[0].data.copy_(merged)
+        if isinstance(layer, LoraLayer):
+            detach(layer)
+    for module in [module for module in model.modules() if isinstance(module, LoraExperts)]:
+        detach_experts(module)
     return _report(deviations, untied)
 
 
@@ -114,7 +121,10 @@ class Merging:
     """
 
     def __init__(self, model: Any) -> None:
-        self._layers = {_WRAPPERS.sub("", name): layer for name, layer in adapted_layers(model)}
+        self._layers: dict[str, tuple[Adapted, tuple[str, str, str]]] = {}
+        for name, layer in adapted(model):
+            names = weight_names(_WRAPPERS.sub("", name), layer)
+            self._layers[names[0]] = layer, names
         self._tied = {_WRAPPERS.sub("", name) for name in _tied_heads(model)}
         self._deviations: dict[str, float] = {}
 
@@ -129,10 +139,7 @@ class Merging:
         """
         if is_adapter_weight(name):
             return None
-        owner, _, last = name.rpartition(".")
-        if last != "weight" or owner not in self._layers:
-            return (name,)
-        return (name, f"{owner}.lora_A.weight", f"{owner}.lora_B.weight")
+        return self._layers[name][1] if name in self._layers else (name,)
 
     def __call__(self, name: str, sources: Sequence[Tensor]) -> Tensor:
         """The merged weight of an adapted layer.
@@ -144,8 +151,7 @@ class Merging:
         Returns:
             a new tensor.
         """
-        owner = name.rpartition(".")[0]
-        merged, self._deviations[owner] = _merged(self._layers[owner], *sources)
+        merged, self._deviations[name.removesuffix(".weight")] = _merged(self._layers[name][0], *sources)
         return merged
 
     def report(self, group: Group | None = None) -> MergeReport:

@@ -68,7 +68,6 @@ _CHANGES_THE_RESULT = (
     "lora_bias",
     "megatron_config",
     "monteclora_config",
-    "target_parameters",
     "trainable_token_indices",
     "use_bdlora",
     "use_dora",
@@ -91,6 +90,7 @@ class PeftConfig:
         dropout: while training.
         rslora: scale by alpha / sqrt(rank).
         targets: names, or one regular expression, or "all-linear"; None when the file does not say.
+        parameters: endings of the names of weights of experts that are adapted.
         exclude: names or one regular expression that are never adapted.
         layers: indices of the layers that are adapted; None for all.
         layers_pattern: names of the lists of layers.
@@ -105,6 +105,7 @@ class PeftConfig:
     dropout: float = 0.0
     rslora: bool = False
     targets: Sequence[str] | str | None = None
+    parameters: Sequence[str] = ()
     exclude: Sequence[str] | str = ()
     layers: Sequence[int] | None = None
     layers_pattern: Sequence[str] = ()
@@ -121,6 +122,10 @@ class PeftConfig:
     def saves_whole(self, name: str) -> bool:
         """Whether the module of this full name is in the files as a whole."""
         return any(name.endswith(ending) for ending in self.modules)
+
+    def adapts_parameter(self, name: str) -> bool:
+        """Whether PEFT would adapt the parameter of this full name."""
+        return any(name == item or name.endswith(f".{item}") for item in self.parameters)
 
     def adapts(self, name: str) -> bool:
         """Whether PEFT would adapt the linear layer of this full name."""
@@ -178,6 +183,7 @@ def read_peft_config(directory: Path) -> PeftConfig:
             dropout=float(raw.get("lora_dropout") or 0.0),
             rslora=bool(raw.get("use_rslora")),
             targets=raw.get("target_modules"),
+            parameters=_listed(raw.get("target_parameters")),
             exclude=raw.get("exclude_modules") or (),
             layers=_listed(raw.get("layers_to_transform")) or None,
             layers_pattern=_listed(raw.get("layers_pattern")),
@@ -214,6 +220,7 @@ def peft_config_json(
     rslora: bool,
     modules: Sequence[str],
     names: Iterable[str],
+    parameters: Sequence[str],
     ties: bool,
     transposed: bool,
     base_model: str | None,
@@ -222,22 +229,24 @@ def peft_config_json(
     """The text of `adapter_config.json`.
 
     Args:
-        ranks: full name of an adapted layer -> its rank.
+        ranks: full name of an adapted layer, or weight of experts -> its rank.
         alphas: the same -> its alpha.
         dropout: while training.
         rslora: scale by alpha / sqrt(rank).
         modules: full names of the modules that are saved whole.
         names: full names of all modules of the model. Targets are written as the last parts of the names where these
             mean the very same layers, as other tools like it, and as full names otherwise.
+        parameters: those keys of ranks that are weights of experts.
         ties: embedding and head are both saved whole, and are one matrix.
         transposed: the layers keep their weights as GPT-2 does.
         base_model: name or path of the base.
         revision: its revision on the Hub.
     """
     rank, alpha = _most_common(ranks.values()), _most_common(alphas.values())
-    short = sorted({name.rpartition(".")[2] for name in ranks})
+    layers = ranks.keys() - set(parameters)
+    short = sorted({name.rpartition(".")[2] for name in layers})
     by_ending = PeftConfig(Path(), rank, alpha, targets=short, modules=modules)
-    targets = short if {name for name in names if by_ending.adapts(name)} == set(ranks) else sorted(ranks)
+    targets = short if {name for name in names if by_ending.adapts(name)} == layers else sorted(layers)
     content = _DEFAULTS | {
         "r": rank,
         "lora_alpha": _whole(alpha),
@@ -246,6 +255,7 @@ def peft_config_json(
         "lora_dropout": dropout,
         "use_rslora": rslora,
         "target_modules": targets,
+        "target_parameters": sorted({".".join(name.split(".")[-2:]) for name in parameters}) or None,
         "modules_to_save": list(modules) or None,
         "ensure_weight_tying": ties,
         "fan_in_fan_out": transposed,

@@ -14,13 +14,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from luthier.adapters.layer import LoraLayer, LoraSpec, adapted_layers
+from luthier.adapters import peft_experts
+from luthier.adapters.experts import Adapted, ExpertsAdapter, StackShape, adapted, stack_shape
+from luthier.adapters.layer import LoraSpec
 from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, PeftConfig, peft_config_json, read_peft_config
 from luthier.adapters.structure import attach_all, both_ends_trained, freeze, settle_ties, untie, wholly_trained
 from luthier.errors import ModelError
 from luthier.hf.anatomy import describe
+from luthier.hf.experts import find_experts
 from luthier.hf.gather import gather, plain_class, reshard
-from luthier.hf.linear import linear_shape
+from luthier.hf.linear import LinearShape, linear_shape
 from luthier.hf.load import build_on_meta
 from luthier.hf.tensor_file import Entry, TensorFile
 from luthier.hf.together import Group, exchange, global_rank, rank_in, together
@@ -56,23 +59,24 @@ def save_peft(
         ModelError: the model carries no adapters.
     """
     reshard(model)
-    layers = dict(adapted_layers(model))
+    layers = dict(adapted(model))
     trained = wholly_trained(model)
     own = _own_tensors(model, layers, trained)
     told = exchange(
         (
             {name: layer.lora_spec for name, layer in layers.items()},
-            any(layer.lora_shape.transposed for layer in layers.values()),
-            [Entry.of(key, value) for key, value in own.items()],
+            [name for name, layer in layers.items() if isinstance(layer, ExpertsAdapter)],
+            any(layer.lora_shape.transposed for layer in layers.values() if not isinstance(layer, ExpertsAdapter)),
+            [Entry.of(key, _as_filed(key, value.to("meta"))) for key, value in own.items()],
         ),
         group,
     )
-    specs = {name: spec for found, _, _ in told for name, spec in found.items()}
+    specs = {name: spec for found, *_ in told for name, spec in found.items()}
     if not specs:
         raise ModelError("there are no adapters to save", remedy="export the whole model instead")
     writers: dict[str, int] = {}
     entries: dict[str, Entry] = {}
-    for rank, (_, _, found) in enumerate(told):
+    for rank, (*_, found) in enumerate(told):
         for entry in found:
             writers.setdefault(entry.name, rank)
             entries.setdefault(entry.name, entry)
@@ -80,12 +84,14 @@ def save_peft(
     text = peft_config_json(
         ranks={name: spec.rank for name, spec in specs.items()},
         alphas={name: spec.alpha for name, spec in specs.items()},
-        dropout=max(spec.dropout for spec in specs.values()),
+        # PEFT reads no dropout beside adapters of experts; it would only matter to who trains on.
+        dropout=0.0 if any(experts for _, experts, _, _ in told) else max(spec.dropout for spec in specs.values()),
         rslora=any(spec.rslora for spec in specs.values()),
         modules=trained,
         names=[name for name, _ in plain.named_modules()],
+        parameters=list({name: None for _, experts, _, _ in told for name in experts}),
         ties=both_ends_trained(model, describe(plain)),
-        transposed=any(transposed for _, transposed, _ in told),
+        transposed=any(transposed for _, _, transposed, _ in told),
         base_model=base_model,
         revision=revision,
     )
@@ -109,11 +115,15 @@ def save_peft(
     return target
 
 
-def _own_tensors(model: Any, layers: Mapping[str, LoraLayer], trained: Sequence[str]) -> dict[str, Tensor]:
+def _own_tensors(model: Any, layers: Mapping[str, Adapted], trained: Sequence[str]) -> dict[str, Tensor]:
     """key in PEFT's file -> this rank's part of what it stands for."""
     own: dict[str, Tensor] = {}
+    filed = {name: name for name in layers}
+    for group in find_experts(model):
+        wanted = [name for key in group.sliced if (name := f"{group.name}.{key}") in layers]
+        filed |= {name: peft_experts.in_file(name, wanted) for name in wanted}
     for name, layer in layers.items():
-        name = _WRAPPERS.sub("", name)
+        name = _WRAPPERS.sub("", filed[name])
         own[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A.weight
         own[f"{PREFIX}{name}.lora_B.weight"] = layer.lora_B.weight
     inside = tuple(f"{name}." for name in trained)
@@ -135,12 +145,19 @@ def _write_own(
         value = gather(own[entry.name], global_rank(group, writers[entry.name]))
         if value is not None and writers[entry.name] == rank_in(group) and failure is None:
             try:
-                file.write(entry.name, value)
+                file.write(entry.name, _as_filed(entry.name, value))
             except Exception as error:  # others wait for what this rank holds, so it goes on giving
                 failure = error
     file.close()
     if failure is not None:
         raise failure
+
+
+def _as_filed(key: str, value: Tensor) -> Tensor:
+    """A tensor as PEFT lays it: stacks of experts' adapters become matrices."""
+    if value.dim() != 3 or (found := _MATRIX.fullmatch(key)) is None:
+        return value
+    return peft_experts.flat(found["side"], value)
 
 
 def _aside(path: Path) -> Path:
@@ -180,10 +197,10 @@ def load_peft(
             without a place, a layer without its key, another shape.
     """
     config = read_peft_config(Path(directory))
-    weights = _read_weights(config)
+    weights = peft_experts.from_file(model, config, _read_weights(config))
     trained = _saved_whole(model, config)
     specs = _specs(model, config, weights, dropout)
-    present = {name: layer.lora_spec.rank for name, layer in adapted_layers(model)}
+    present = {name: layer.lora_spec.rank for name, layer in adapted(model)}
     if not present:
         attach_all(model, specs, trained, dtype)
     elif present != {name: spec.rank for name, spec in specs.items()}:
@@ -231,15 +248,21 @@ def _specs(
     for key, value in weights.items():
         if found := _MATRIX.fullmatch(key):
             sides.setdefault(found["layer"], {})[found["side"]] = value
-    shapes = {name: shape for name, module in model.named_modules() if (shape := linear_shape(module))}
+    shapes: dict[str, LinearShape | StackShape]
+    shapes = {name: linear for name, module in model.named_modules() if (linear := linear_shape(module))}
+    targets = {name: name for name in shapes}
+    for group in find_experts(model):
+        for name in peft_experts.adapted_matrices(group, config):
+            place = f"{group.name}.lora.{name.rpartition('.')[2]}"
+            shapes[place], targets[place] = stack_shape(group, model.get_parameter(name)), name
     for name, pair in sides.items():
         if (shape := shapes.get(name)) is None:
             remedy = "is this the base that it was trained on?"
             raise ModelError(f"there is no linear layer {name} in {type(model).__name__}", where=where, remedy=remedy)
         if set(pair) != {"A", "B"}:
             raise ModelError(f"of {name} only lora_{next(iter(pair))} is there", where=where)
-        rank = pair["A"].shape[0]
-        if pair["A"].shape != (rank, shape.inputs) or pair["B"].shape != (shape.outputs, rank):
+        rank = pair["A"].shape[-2]
+        if pair["A"].shape[-2:] != (rank, shape.inputs) or pair["B"].shape[-2:] != (shape.outputs, rank):
             what = f"the adapter of {name} is {list(pair['A'].shape)} and {list(pair['B'].shape)}"
             what += f", the layer takes {shape.inputs} and gives {shape.outputs}"
             raise ModelError(what, where=where, remedy="is this the base that it was trained on?")
@@ -252,7 +275,7 @@ def _specs(
         raise ModelError("no key of the weights is a LoRA matrix", where=where)
     share = config.dropout if dropout is None else dropout
     return {
-        name: LoraSpec(sides[name]["A"].shape[0], config.alpha_of(name), share, config.rslora)
+        targets[name]: LoraSpec(sides[name]["A"].shape[-2], config.alpha_of(targets[name]), share, config.rslora)
         for name in shapes
         if name in sides
     }

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from luthier.adapters.layer import LoraSpec, adapted_layers, attach
+from luthier.adapters.experts import adapted, attach_experts
+from luthier.adapters.layer import LoraSpec, attach
 from luthier.hf.anatomy import Anatomy, describe
+from luthier.hf.experts import find_experts
 
 
 def attach_all(
@@ -19,12 +21,16 @@ def attach_all(
 
     Args:
         model: a Transformers model without adapters, on meta or real.
-        specs: full name of a linear layer -> how it is adapted.
+        specs: full name of a linear layer, or of a matrix of experts -> how it is adapted.
         trained: full names of the modules that are trained whole.
         dtype: of the adapters; each base weight's when left out.
     """
+    experts = {f"{group.name}.{key}": group for group in find_experts(model) for key in group.matrices}
     for name, spec in specs.items():
-        attach(model.get_submodule(name), spec, dtype)
+        if (group := experts.get(name)) is not None:
+            attach_experts(model.get_submodule(group.name), group, name.rpartition(".")[2], spec, dtype)
+        else:
+            attach(model.get_submodule(name), spec, dtype)
     model.lora_trained = tuple(trained)  # type: ignore[assignment]
 
 
@@ -37,7 +43,7 @@ def wholly_trained(model: nn.Module) -> tuple[str, ...]:
 def freeze(model: nn.Module) -> None:
     """Let adapters and the modules trained whole require gradients, and nothing else. May be called at any time."""
     chosen = {id(p) for name in wholly_trained(model) for p in model.get_submodule(name).parameters()}
-    for _, layer in adapted_layers(model):
+    for _, layer in adapted(model):
         chosen |= {id(layer.lora_A.weight), id(layer.lora_B.weight)}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in chosen)

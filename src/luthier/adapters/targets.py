@@ -11,6 +11,7 @@ from torch import nn
 from luthier.config.suggest import nearest
 from luthier.errors import ConfigError
 from luthier.hf.anatomy import describe
+from luthier.hf.experts import find_experts
 from luthier.hf.linear import linear_shape
 
 ALL_LINEAR = "all-linear"
@@ -19,13 +20,13 @@ ALL_LINEAR = "all-linear"
 def resolve_targets(
     model: Any, items: Sequence[str], *, without: Sequence[str] = (), where: str = "adapter.target"
 ) -> list[str]:
-    """The linear layers that are to be adapted.
+    """The linear layers, and matrices of fused experts, that are to be adapted.
 
     Args:
         model: a Transformers model, on meta or real.
-        items: each a role (attn, mlp, unembed), all-linear (every linear module of the layers but routers), the last
-            part of a name or a dotted ending of it (q_proj, mlp.down_proj, layers.3.self_attn.q_proj), or a regular
-            expression over full names.
+        items: each a role (attn, mlp with the experts, experts alone, unembed), all-linear (every linear module of the
+            layers but routers), the last part of a name or a dotted ending of it (q_proj, mlp.down_proj,
+            experts.down_proj, layers.3.self_attn.q_proj), or a regular expression over full names.
         without: full names of modules that are trained whole; nothing in them is adapted.
         where: the field, for messages.
 
@@ -36,17 +37,23 @@ def resolve_targets(
         ConfigError: an item adapts nothing; it is named, and what the model has.
     """
     anatomy = describe(model)
-    linear = [name for name, module in model.named_modules() if linear_shape(module) and not _inside(name, without)]
+    experts = {group.name: [f"{group.name}.{key}" for key in group.matrices] for group in find_experts(model)}
+    linear: list[str] = []
+    for name, module in model.named_modules():
+        found = experts.get(name, []) + ([name] if linear_shape(module) else [])
+        linear += [target for target in found if not _inside(name, without)]
+    roles = anatomy.roles | {"experts": tuple(name for names in experts.values() for name in names)}
+    roles["mlp"] += roles["experts"]
     chosen: set[str] = set()
     for item in items:
-        if item in anatomy.roles:
-            found = [name for name in linear if name in anatomy.roles[item]]
+        if item in roles:
+            found = [name for name in linear if name in roles[item]]
         elif item == ALL_LINEAR:
             found = [name for name in linear if name in anatomy.all_linear]
         else:
             found = _by_name_or_pattern(item, linear)
         if not found:
-            raise _nothing(model, item, linear, anatomy.roles, bool(without), where)
+            raise _nothing(model, item, linear, roles, bool(without), where)
         chosen.update(found)
     return [name for name in linear if name in chosen]
 

@@ -91,6 +91,8 @@ def describe(model: PreTrainedModel) -> Anatomy:
                 if isinstance(parent, LinearLike):
                     continue  # an adapter's own matrices
                 found[_role(inner, parent)].append(name)
+            elif any(name.startswith(f"{outer}.") for outer in found["experts"]):
+                continue  # adapters of experts
             elif any(p.dim() == 3 for p in module.parameters(recurse=False)) and not isinstance(module, nn.Conv1d):
                 found["experts"].append(name)
     head_name = names.get(id(head)) if head is not None else None

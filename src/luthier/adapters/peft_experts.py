@@ -1,0 +1,95 @@
+"""Adapters of fused experts in PEFT's files, where they are matrices and not stacks of them.
+
+PEFT (`target_parameters`) wraps the module once for each adapted weight, so the first lies innermost; and it lays A as
+[experts x rank, inputs] and B as [outputs, rank x experts], the experts running fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from luthier.adapters.peft_config import PeftConfig
+from luthier.errors import ModelError
+from luthier.hf.experts import Experts, find_experts
+
+
+def in_file(name: str, wanted: Sequence[str]) -> str:
+    """The name that PEFT gives to a module of experts when it adapts one of its weights.
+
+    Args:
+        name: full name of the weight.
+        wanted: full names of all weights of the same module that are adapted, in the module's order.
+    """
+    module = name.rpartition(".")[0]
+    return module + ".base_layer" * (len(wanted) - 1 - list(wanted).index(name))
+
+
+def flat(side: str, stack: Tensor) -> Tensor:
+    """A stack of adapter matrices as PEFT lays it.
+
+    Args:
+        side: "A" or "B".
+        stack: [experts, rank, inputs] of A, [experts, outputs, rank] of B.
+
+    Returns:
+        [experts x rank, inputs] or [outputs, rank x experts].
+    """
+    return stack.flatten(0, 1) if side == "A" else stack.permute(1, 2, 0).flatten(1)
+
+
+def stacked(side: str, matrix: Tensor, experts: int) -> Tensor:
+    """What `flat` was given, from what it returned.
+
+    Args:
+        side: "A" or "B".
+        matrix: as PEFT lays it.
+        experts: how many there are.
+    """
+    if side == "A":
+        return matrix.reshape(experts, -1, matrix.shape[1])
+    return matrix.reshape(matrix.shape[0], -1, experts).permute(2, 0, 1)
+
+
+def from_file(model: nn.Module, config: PeftConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file under the names and in the shapes that the adapted model gives them.
+
+    Args:
+        model: adapted or not.
+        config: says which weights of experts are adapted.
+        weights: name in the file, without PEFT's prefix -> tensor. What is no expert's is passed on.
+
+    Raises:
+        ModelError: another parameter is adapted, or no key is for one, or its size does not fit.
+    """
+    found = dict(weights)
+    groups = find_experts(model) if config.parameters else ()
+    for item in config.parameters:
+        names = (f"{group.name}.{key}" for group in groups for key in group.matrices)
+        if not any(name == item or name.endswith(f".{item}") for name in names):
+            what = f"it adapts the parameter {item}, which is no weight of fused experts in {type(model).__name__}"
+            remedy = "merge it into its base with PEFT and start from that model"
+            raise ModelError(what, where=str(config.directory), remedy=remedy)
+    for group in groups:
+        wanted = adapted_matrices(group, config)
+        for name in wanted:
+            for side in "AB":
+                key = f"{in_file(name, wanted)}.lora_{side}.weight"
+                matrix = found.pop(key, None)
+                if matrix is None:
+                    what = f"target_parameters says that {name} is adapted, but no key {key} is there"
+                    raise ModelError(what, where=str(config.directory))
+                if matrix.dim() != 2 or matrix.shape[side == "B"] % group.count:
+                    what = f"{key} is {list(matrix.shape)}, which is nothing for {group.count} experts"
+                    remedy = "is this the base that it was trained on?"
+                    raise ModelError(what, where=str(config.directory), remedy=remedy)
+                last = name.rpartition(".")[2]
+                found[f"{group.name}.lora.{last}.lora_{side}.weight"] = stacked(side, matrix, group.count)
+    return found
+
+
+def adapted_matrices(group: Experts, config: PeftConfig) -> list[str]:
+    """Full names of the matrices of a module of experts that a config adapts, in the module's order."""
+    names = [f"{group.name}.{key}" for key in group.sliced if key in group.matrices]
+    return [name for name in names if config.adapts_parameter(name)]
