@@ -20,6 +20,7 @@ from luthier.engine.randomness import seed_everything
 from luthier.engine.state import TrainState
 from luthier.hf.source import ModelSource, resolve
 from luthier.hf.tokenizer import load_tokenizer
+from luthier.launch import FIRST_STEP_TIMEOUT, set_timeout
 from luthier.parallel.mesh import Layout, Mesh
 from luthier.report.progress import TERMINAL, stage
 
@@ -78,7 +79,9 @@ def meshed(config: RunConfig, device: torch.device) -> Iterator[Mesh | None]:
         return
     if dist.get_rank() > 0:
         TERMINAL.mute()
-    yield Mesh(layout, device)
+    mesh = Mesh(layout, device)
+    set_timeout(FIRST_STEP_TIMEOUT)  # torch gives new groups its own default
+    yield mesh
 
 
 def state_of(config: RunConfig, device: torch.device, mesh: Mesh | None = None) -> TrainState:
