@@ -64,6 +64,19 @@ def dies_once() -> dict[str, Any]:
     return {"loss": float(launch.any_rank(dist.get_rank()))}
 
 
+def draws() -> dict[str, Any]:
+    """Rank 0 draws its progress, if it has a terminal."""
+    from luthier.report.progress import TERMINAL
+
+    if dist.get_rank() == 0:
+        for step in range(3):
+            TERMINAL.draw(f"step {step}", force=True)
+        TERMINAL.print("worth keeping")
+        TERMINAL.draw("the last", force=True)
+        TERMINAL.clear()
+    return {"loss": float(sys.stderr.isatty())}
+
+
 def stops() -> dict[str, Any]:
     """Says that all are at work; then they work until one of them has seen a signal."""
     from luthier.recipes.run_directory import Interruption

@@ -93,6 +93,24 @@ def test_a_rank_that_was_killed_is_started_again(tmp_path: Path) -> None:
     assert sorted(logs(tmp_path)) == ["rank-0.restart-1.txt", "rank-0.txt", "rank-1.restart-1.txt", "rank-1.txt"]
 
 
+def test_on_a_terminal_progress_is_drawn_and_not_kept(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(**command(tmp_path, "draws", "--nproc", "2", "--json") | {"stderr": theirs})
+    os.close(theirs)
+    shown = b""
+    try:
+        while data := os.read(ours, 4096):
+            shown += data
+    except OSError:  # the end of a terminal that nobody has open any more
+        pass
+    answer, _ = process.communicate()
+    os.close(ours)
+    assert json.loads(answer)["loss"] == 1.0
+    assert b"\r\x1b[2Kstep 2" in shown
+    assert b"worth keeping" in shown
+    assert logs(tmp_path) == {"rank-0.txt": "worth keeping\n", "rank-1.txt": ""}
+
+
 @pytest.fixture
 def at_work(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Two ranks that work until they are stopped."""

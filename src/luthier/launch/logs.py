@@ -16,8 +16,8 @@ from luthier.launch.place import ATTEMPT, START
 from luthier.launch.records import ERROR_FILE, OUTCOME
 from luthier.launch.world import LAUNCHER
 
-# What comes before it on a line has been drawn over.
-_REDRAWN = re.compile(rb".*(?:\r|\x1b\[2K)(?=.)", re.DOTALL)
+# What comes before one of these on a line has been drawn over.
+_REDRAWN = re.compile(rb"\r|\x1b\[2K")
 _CHUNK = 65536
 
 
@@ -121,9 +121,9 @@ class _Shown:
                     shown = _show(data)
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    log.write(_REDRAWN.sub(b"", line) + b"\n")
+                    log.write(_last_drawn(line) + b"\n")
                 log.flush()
-            log.write(_REDRAWN.sub(b"", rest))
+            log.write(_last_drawn(rest))
         os.close(self._read)
 
     def _next(self) -> bytes:
@@ -131,6 +131,10 @@ class _Shown:
             return os.read(self._read, _CHUNK)
         except OSError:  # how a terminal says that nobody has it open any more
             return b""
+
+
+def _last_drawn(line: bytes) -> bytes:
+    return _REDRAWN.split(line.removesuffix(b"\r"))[-1]
 
 
 def _show(data: bytes) -> bool:
