@@ -9,7 +9,8 @@ twice, and what comes after the last own layer never reaches the stage's output.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,29 +222,26 @@ def run(
         assert received is not None
         before = roles.layers[part.start - 1]
         replaced[before] = _Entry(stand_ins[before], roles.outputs, received)
-    if part.is_last:
-        return hidden_states(_with(model, replaced), batch)
-    behind = roles.layers[part.stop]
-    last = _Exit(stand_ins[behind], roles.outputs)
-    replaced[behind] = last
-    hidden_states(_with(model, replaced), batch)
-    return last.caught
+    last = None
+    if not part.is_last:
+        behind = roles.layers[part.stop]
+        last = replaced[behind] = _Exit(stand_ins[behind], roles.outputs)
+    with _with(model, replaced):
+        hidden = hidden_states(model, batch)
+    return hidden if last is None else last.caught
 
 
-def _with(model: Any, replaced: dict[str, nn.Module]) -> Any:
-    """A model with other modules in the place of some; all else, and every weight, is shared with this one."""
-    ways = {name[:end] for name in replaced for end, letter in enumerate(name) if letter == "."}
-
-    def copied(module: nn.Module, prefix: str) -> Any:
-        children = dict(module._modules)
-        for name, child in children.items():
-            full = prefix + name
-            if full in replaced:
-                children[name] = replaced[full]
-            elif child is not None and full in ways:
-                children[name] = copied(child, f"{full}.")
-        own = object.__new__(type(module))
-        own.__dict__ = {**module.__dict__, "_modules": children}
-        return own
-
-    return copied(model, "")
+@contextmanager
+def _with(model: nn.Module, replaced: dict[str, nn.Module]) -> Iterator[None]:
+    """Meanwhile other modules stand in the place of some. Names and weights are as before when this is over."""
+    there: list[tuple[nn.Module, str, nn.Module | None]] = []
+    try:
+        for name, module in replaced.items():
+            parent, _, child = name.rpartition(".")
+            owner = model.get_submodule(parent)
+            there.append((owner, child, owner._modules[child]))
+            owner._modules[child] = module
+        yield
+    finally:
+        for owner, child, own in there:
+            owner._modules[child] = own
