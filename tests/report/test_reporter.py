@@ -39,6 +39,12 @@ class State:
     model: torch.nn.Module
     device: torch.device
     counters: Counters
+    mesh: None = None
+    is_main: bool = True
+
+    @property
+    def outline(self) -> torch.nn.Module:
+        return self.model
 
 
 @dataclass

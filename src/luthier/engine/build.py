@@ -8,6 +8,7 @@ the model itself. Last the optimizer.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -25,7 +26,7 @@ from luthier.hf.allocator import bound_kernel_cache, tune_allocator
 from luthier.hf.anatomy import Anatomy, describe
 from luthier.hf.experts import find_experts
 from luthier.hf.fast_cpu import accelerate_model
-from luthier.hf.forward import packing_is_exact
+from luthier.hf.forward import packing_is_exact, spell_masks_out, spells_masks_out
 from luthier.hf.head import HeadInfo, linear_head
 from luthier.hf.limits import Limits, limits_of
 from luthier.hf.load import DTYPES, load_model, tie_on_meta
@@ -144,6 +145,9 @@ def build_network(
         _recompute_and_compile(model, plan.anatomy.layers, activation_checkpointing, compile_layers)
     else:
         packing_fault = _packing_fault(model, source, attention, trust_remote_code)
+        if mesh.cp is not None and spells_masks_out(model):
+            what = f"{type(model).__name__} works on its attention masks itself, for positions that other ranks hold"
+            raise ConfigError(what, where="parallel.cp", remedy="set it to 1, and dp_shard higher")
     pipeline = None
     if plan.stages is not None and mesh is not None and mesh.pp is not None:
         width = model.config.get_text_config().hidden_size
@@ -154,6 +158,7 @@ def build_network(
         head=Head(model, linear=plan.head),
         device=device,
         source=source,
+        outline=plan.outline,
         mesh=mesh,
         pipeline=pipeline,
         lora=lora,
@@ -174,7 +179,9 @@ def _packing_fault(model: Any, source: ModelSource, attention: str | None, trust
         from_scratch=True,
         trust_remote_code=trust_remote_code,
     )
-    return packing_is_exact(small)[1]
+    _, fault = packing_is_exact(small)
+    spell_masks_out(model, spells_masks_out(small))
+    return fault
 
 
 class _Plan:
@@ -187,6 +194,7 @@ class _Plan:
     limits: Limits
     head: HeadInfo | None
     lora: LoraReport | None = None
+    outline: Any = None
     parameters: int
     stages: Cut | None = None
 
@@ -209,6 +217,7 @@ class _Plan:
         tied = set(model.all_tied_weights_keys)
         self.parameters = sum(p.numel() for name, p in model.named_parameters() if name not in tied)
         if self._mesh is not None:
+            self.outline = copy.deepcopy(model)
             if self._mesh.device.type == "cpu":
                 accelerate_model(model)
             self._cut(model, self._mesh)

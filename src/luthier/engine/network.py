@@ -46,6 +46,12 @@ class Network:
     parameters: int = 0
     """Of the whole model, tied ones once."""
 
+    outline: Any = None
+    """The whole model, as it was before it was laid out: on meta, or in one process the model itself."""
+
+    def __post_init__(self) -> None:
+        self.outline = self.outline if self.outline is not None else self.model
+
     @property
     def is_main(self) -> bool:
         """Whether this is the rank that speaks and writes for all."""

@@ -29,6 +29,7 @@ METRICS: dict[str, Metric] = {
         "FLOP/s", "matrix products that this step needs / its time; recomputation is not counted"
     ),
     "peak_share": Metric("", "flops_per_second / what the machine does at most on matrices of this dtype"),
+    "compiled_graphs": Metric("graphs", "made by torch.compile so far; more of them late in a run cost time"),
     "memory_bytes": Metric("bytes", "largest memory so far: of the device, or of the process on a CPU"),
     "validation_loss": Metric("nats a token", "the same loss over every validation row once"),
     "validation_perplexity": Metric("", "exp(validation_loss)"),

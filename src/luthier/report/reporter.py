@@ -44,6 +44,9 @@ class State(Protocol):
     model: Any
     device: torch.device
 
+    outline: Any
+    mesh: Any
+
     @property
     def is_main(self) -> bool: ...
     @property
@@ -78,8 +81,11 @@ class Reporter:
         self._every = config.report.every
         self._total = total
         self._device = state.device
-        self._flops = count_flops(state.model)
-        self._peak = peak_flops(state.device, _dtype(state.model))
+        self._flops = count_flops(state.outline)
+        self._parts = state.mesh.layout.data_ranks if state.mesh is not None else 1
+        ranks = state.mesh.layout.ranks if state.mesh is not None else 1
+        self._peak = ranks * peak_flops(state.device, _dtype(state.model)) if state.is_main else 1.0
+        self._compiles, self._graphs = config.train.compile, 0
         values = config.model_dump(mode="json")
         self._main = state.is_main
         self._sinks: list[Sink] = []
@@ -120,6 +126,7 @@ class Reporter:
             self._flops.step(microbatch.cu_seqlens.diff().tolist(), microbatch.trained_tokens)
             for microbatch in batch.microbatches
         )
+        flops *= self._parts  # global batches are dealt out evenly
         row: dict[str, float] = {
             "epoch": batch.epoch,
             **measured,
@@ -133,6 +140,8 @@ class Reporter:
             "peak_share": flops / seconds / self._peak,
             "memory_bytes": peak_memory(self._device),
         }
+        if self._compiles:
+            row["compiled_graphs"] = self._compiled(counters.step)
         assert row.keys() <= METRICS.keys(), f"not in the table of metrics: {row.keys() - METRICS.keys()}"
         edge = counters.step in (self._first, self._total)
         if edge or counters.step % self._every == 0:
@@ -144,6 +153,15 @@ class Reporter:
         if self._main:
             self._show(counters.step, row, edge)
         return row
+
+    def _compiled(self, step: int) -> int:
+        """Graphs that torch.compile has made so far; those made after the first step are told."""
+        before, self._graphs = self._graphs, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        if self._main and step > self._first and self._graphs > before:
+            logger.info(
+                "step %d: torch.compile made %d more graphs, %d in all", step, self._graphs - before, self._graphs
+            )
+        return self._graphs
 
     def validation(self, step: int, result: Measurement) -> None:
         """After a measurement of the validation loss; the time it took is not the next step's."""
