@@ -1,17 +1,23 @@
-"""Bytes that training takes: exact where they follow from shapes, an estimate for activations."""
+"""Bytes that a step takes on one rank, by what they are for, at the moment when they are most.
+
+What follows from shapes is exact: shards, gradients, moments, gathered weights. Activations are what layers keep when
+they are run in outline (`hf/outline.py`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
 
-import torch
+from luthier.estimate.plan import Held, Plan, different, held_by
+from luthier.estimate.shape import LayerShape, ModelShape, Totals, totals
+from luthier.losses.cross_entropy import DEFAULT_CHUNK
 
-from luthier.hf.anatomy import Anatomy, describe
-from luthier.hf.linear import linear_shape
-
-# Positions that the head takes at once, with the columns of the vocabulary that are there at once (losses/).
-_HEAD_ROWS, _HEAD_COLUMNS = 1024, 2048
+_KEPT_BYTES = 320 << 20
+_TILE = {True: 2048, False: 16384}
+"""Of the head at work (losses/cross_entropy.py): scores kept for the gradient of its weight, columns at a time."""
+_PIECE = {True: 1 << 18, False: 1 << 24}
+"""Elements that the optimizer treats at once (optim/optimizer.py); it takes about 20 bytes for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +25,17 @@ class Memory:
     """Bytes by what they are for.
 
     Attributes:
-        weights: of the whole model, buffers and adapters included, tied ones once.
+        weights: shards of them, buffers and adapters included, tied ones once.
+        transient: weights of other ranks, gradients on their way to them, the optimizer at work.
         gradients: of what trains, fp32 for bf16 weights.
         optimizer: moments, and the low bits of bf16 weights.
-        activations: kept from the forward for the backward pass of one microbatch; an estimate.
-        logits: of the head at work: one tile of scores, the hidden states' gradient, and with a head that trains the
-            scores of one chunk.
+        activations: kept from the forward for the backward pass, of all microbatches on their way.
+        logits: of the head at work: scores, and gradients of the hidden states and of its weight.
         total: of all these.
     """
 
     weights: int
+    transient: int
     gradients: int
     optimizer: int
     activations: int
@@ -36,92 +43,133 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return sum(getattr(self, field.name) for field in fields(self))
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self) | {"total": self.total}
 
 
-def count_memory(
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    tokens: int,
-    *,
-    checkpointing: Literal["off", "full", "selective"] = "off",
-) -> Memory:
-    """Count the bytes of one step.
+def memory(shape: ModelShape, plan: Plan) -> Memory:
+    """Of the rank of the pipeline that needs most."""
+    held = held_by(shape, plan.layout.pp, plan.schedule, plan.stages_per_rank)
+    return max((memory_of(shape, plan, one) for one in different(held)), key=lambda found: found.total)
+
+
+def memory_of(shape: ModelShape, plan: Plan, held: Held) -> Memory:
+    """Of one rank, at its largest moment.
 
     Args:
-        model: on meta or not, adapters in place, in the dtypes that it trains in, ties aliased.
-        optimizer: built for it.
-        tokens: positions of the largest microbatch.
-        checkpointing: which layers' activations are computed again instead of kept.
+        shape: the model.
+        plan: layout and batch.
+        held: what this rank has.
     """
-    parameters = list(model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    tensors = [*parameters, *model.buffers()]
-    states = [value for values in optimizer.state.values() for value in values.values()]
-    return Memory(
-        weights=sum(_bytes(tensor) for tensor in tensors),
-        gradients=sum(p.numel() * torch.promote_types(p.dtype, torch.float32).itemsize for p in trained),
-        optimizer=sum(_bytes(state) for state in states if isinstance(state, torch.Tensor)),
-        activations=_activations(model, tokens, checkpointing),
-        logits=_logits(model, tokens),
-    )
+    return max(_moments(shape, plan, held), key=lambda found: found.total)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _moments(shape: ModelShape, plan: Plan, held: Held) -> Iterator[Memory]:
+    """The moments of a step that may be the largest, in their order."""
+    layout = plan.layout
+    resident = 0 if plan.cpu_offload else 1
+    root = totals(held.outside, layout)
+    layers = [(totals(layer.weights, layout), count) for layer, count in held.kinds]
+    weights = shape.buffers + resident * (root.held + sum(count * of.held for of, count in layers))
+    states = round(resident * (root.states + sum(count * of.states for of, count in layers)))
+    inside, outside = resident * sum(count * of.gradients for of, count in layers), resident * root.gradients
+    there = inside + outside if plan.microbatches > 1 else 0  # of an earlier microbatch
+    full, kept = _full(plan, held), _kept(shape, plan, held)
+    again = full if plan.checkpointing != "off" else 0
+    stream = plan.local_tokens * shape.width * shape.itemsize
+    all_kept = round(held.sum(lambda layer: kept[layer])) + 2 * stream
+    flying = plan.in_flight[held.rank] * all_kept
+    last = flying - all_kept + max(kept.values(), default=0) + 2 * stream
+    head = _logits(shape, plan) if held.last else 0
+    table = totals(shape.before, layout).whole_gradients if held.first else 0
+    fsdp = _gathered(plan, root, layers)
+
+    loss = Memory(weights, fsdp.root + fsdp.ahead, there, states, flying, head)
+    yield loss
+    if not fsdp.is_sharded:
+        # what the head's weight gets is there before any layer's
+        yield replace(loss, gradients=max(there, outside), activations=flying + again, logits=2 * stream)
+        # the first layer: the other layers' activations are gone, the embedding's gradient is made beside its sum
+        yield replace(loss, gradients=inside + outside, activations=last + again, logits=2 * stream + table)
+    else:
+        there_too = fsdp.root + fsdp.root_gradient
+        yield replace(loss, transient=there_too + fsdp.back, activations=flying + again, logits=2 * stream)
+        yield replace(
+            loss,
+            transient=there_too + max(fsdp.back, table),
+            gradients=max(inside, there),
+            activations=last + again,
+            logits=2 * stream,
+        )
+        summed = there_too + fsdp.root_sum
+        yield Memory(weights, summed, max(inside, there), states, last - max(kept.values(), default=0), 0)
+    trained = root.trained + sum(count * of.trained for of, count in layers)
+    yield Memory(weights, resident * 20 * min(trained, _PIECE[shape.cpu]), inside + outside, states, 0, 0)
 
 
-def _activations(model: Any, tokens: int, checkpointing: str) -> int:
-    """What layers keep: their residual stream, the inputs of norms and products, queries, keys, values, gates.
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """Bytes of what FSDP brings together for a while.
 
-    A layer keeps its input twice (residual and normalised) for each of its two halves, the outputs of the products that
-    go into attention and into the gate, and the inputs of those that come out.
+    Attributes:
+        is_sharded: whether there is FSDP at all.
+        root: the weights outside of the layers, which stay through both passes.
+        root_gradient: their gradients, before they are summed.
+        root_sum: those in fp32, as they are sent.
+        ahead: weights of layers in the forward pass: of one and the next, or of all.
+        back: in the backward pass: the same, a layer's gradients, and those in fp32, as they are sent.
     """
-    anatomy = describe(model)
-    width = model.get_input_embeddings().weight.shape[-1]
-    size = model.dtype.itemsize
-    kept = []
-    for layer in anatomy.layers:
-        elements = 4 * width
-        for names in (_inside(anatomy.attn, layer), _inside(anatomy.mlp, layer)):
-            shapes = [shape for name in names if (shape := linear_shape(model.get_submodule(name))) is not None]
-            if shapes:
-                elements += sum(shape.outputs for shape in shapes[:-1]) + shapes[-1].inputs
-        elements += _experts(model, anatomy, layer)
-        kept.append(elements)
-    match checkpointing:
-        case "full":  # inputs of all layers, and one layer at a time in full
-            elements = width * len(kept) + max(kept, default=0)
-        case "selective":
-            elements = sum(kept[1::2]) + width * len(kept[::2]) + max(kept, default=0)
-        case _:
-            elements = sum(kept)
-    return (elements + 2 * width) * size * tokens
+
+    is_sharded: bool = False
+    root: int = 0
+    root_gradient: int = 0
+    root_sum: int = 0
+    ahead: int = 0
+    back: int = 0
 
 
-def _experts(model: Any, anatomy: Anatomy, layer: str) -> int:
-    """Elements a token that visited experts keep: the gate, the other half and their product."""
-    config = model.config.get_text_config()
-    visited = getattr(config, "num_experts_per_tok", None) or 1
-    elements = 0
-    for name in _inside(anatomy.experts, layer):
-        inner = [min(p.shape[1:]) for p in model.get_submodule(name).parameters(recurse=False) if p.dim() == 3]
-        elements += 3 * visited * max(inner, default=0)
-    return elements
+def _gathered(plan: Plan, root: Totals, layers: list[tuple[Totals, int]]) -> _Gathered:
+    if plan.layout.fsdp == plan.layout.dp_replicate == 1:
+        return _Gathered()
+    everything = sum(count * of.whole for of, count in layers)
+    ahead = 2 * max((of.whole for of, _ in layers), default=0) if plan.reshard else everything
+    gradients = max((of.whole_gradients + of.sums for of, _ in layers), default=0)
+    return _Gathered(True, root.whole, root.whole_gradients, root.sums, ahead, ahead + gradients)
 
 
-def _logits(model: Any, tokens: int) -> int:
-    head = model.get_output_embeddings()
-    if head is None:
-        return 0
-    vocabulary, width = head.weight.shape
-    rows = min(tokens, _HEAD_ROWS)
-    scores = rows * (vocabulary if head.weight.requires_grad else min(vocabulary, _HEAD_COLUMNS))
-    return scores * model.dtype.itemsize + rows * width * 4 + tokens * width * model.dtype.itemsize
+def _full(plan: Plan, held: Held) -> int:
+    """What the largest layer keeps where nothing is computed again."""
+    return max((_of(layer, plan) for layer, _ in held.kinds), default=0)
 
 
-def _inside(names: tuple[str, ...], layer: str) -> list[str]:
-    return [name for name in names if name.startswith(f"{layer}.")]
+def _of(layer: LayerShape, plan: Plan) -> int:
+    return round(layer.kept.on(plan.layout, plan.rows, plan.length, plan.sequence_parallel))
+
+
+def _kept(shape: ModelShape, plan: Plan, held: Held) -> dict[LayerShape, int]:
+    """What each kind of layer keeps of one microbatch."""
+    cut = plan.layout.tp if plan.sequence_parallel else 1
+    alone = plan.local_tokens * shape.width * shape.itemsize // cut  # its input
+    if plan.checkpointing == "offloaded" and not shape.cpu:
+        alone = 0
+    found = {}
+    for layer, _ in held.kinds:
+        full = _of(layer, plan)
+        choices = {"off": full, "selective": (full + alone) // 2}
+        found[layer] = choices.get(plan.checkpointing, alone)
+    return found
+
+
+def _logits(shape: ModelShape, plan: Plan) -> int:
+    """The head at work: scores, a product and its sum in fp32, rows of the targets, the hidden states three times, and
+    the gradient of its weight."""
+    size, tokens = shape.itemsize, plan.local_tokens
+    columns = -(-shape.vocabulary // plan.layout.tp)
+    rows, tile = min(tokens, DEFAULT_CHUNK), min(columns, _TILE[shape.cpu])
+    gradient = 0
+    if shape.head_trains:
+        rows, tile = min(rows, max(64, _KEPT_BYTES // (columns * size))), columns
+        gradient = columns * shape.width * size
+    return rows * (tile * size + shape.width * (size + 8)) + 3 * tokens * shape.width * size + gradient

@@ -1,108 +1,301 @@
-"""`luthier estimate`: a run's parameters, operations and memory."""
+"""`luthier estimate`: what a run takes, in one process or on a layout of a cluster."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
+
+import torch
+from torch import nn
 
 from luthier.adapters import apply_lora, is_adapter_weight
 from luthier.adapters.structure import settle_ties
-from luthier.config import RunConfig
+from luthier.config import ParallelConfig, RunConfig
 from luthier.engine.build import DTYPES, choose_device, choose_precision
-from luthier.estimate.memory import count_memory
+from luthier.errors import ConfigError
+from luthier.estimate.cluster import Cluster, find_cluster
+from luthier.estimate.flops import useful
+from luthier.estimate.measure import measure
+from luthier.estimate.memory import memory
+from luthier.estimate.models import find_model
+from luthier.estimate.plan import Plan
+from luthier.estimate.search import Found, search
+from luthier.estimate.shape import ModelShape
+from luthier.estimate.time import mfu, step_time
+from luthier.estimate.traffic import busiest, on_links
 from luthier.hf.anatomy import describe
-from luthier.hf.load import build_on_meta, model_class
-from luthier.hf.source import load_config, resolve
+from luthier.hf.load import build_on_meta, model_class, tie_on_meta
+from luthier.hf.source import load_config
 from luthier.optim.build import build_optimizer
-from luthier.report.flops import count_flops
-from luthier.report.progress import amount
+from luthier.parallel import rules
+from luthier.parallel.mesh import Layout
+from luthier.parallel.programs import PROGRAMS
+
+_TOKENS_A_GPU = 16384
+"""Of a step, where a search is not told how many."""
 
 
-def estimate(config: RunConfig) -> dict[str, Any]:
-    """Say what a run takes. Nothing but the model's `config.json` is read, no weight and no row.
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run's model, measured.
 
-    Operations are those of a document that fills `data.sequence_length`, with every position in the loss: the most that
-    a token can take. A microbatch holds one such document, or a longest row.
+    Attributes:
+        model: on meta, adapters in place.
+        shape: its sizes.
+        adapter: what was adapted, in a line.
+        precision: of weights and arithmetic.
+    """
+
+    model: Any
+    shape: ModelShape
+    adapter: str | None
+    precision: str
+
+
+def prepare(config: RunConfig, *, cpu: bool, fast: bool) -> Prepared:
+    """Build a run's model on meta and measure it. Nothing but its `config.json` is read, no weight and no row.
 
     Args:
         config: of the run; data may be empty.
-
-    Returns:
-        model, adapter (a line, or None), precision; parameters {total, trainable}; flops {token_forward,
-        token_backward, token, step, run}; memory in bytes {weights, gradients, optimizer, activations, logits, total}.
+        cpu: for the CPU.
+        fast: in one process.
 
     Raises:
         ModelError: the model's config cannot be found or read.
     """
-    source = resolve(config.model, revision=config.revision)
+    source, own = find_model(config.model, config.revision)
     trust = config.trust_remote_code
-    own = load_config(source, trust_remote_code=trust)
-    device = choose_device(config.train.device)
-    precision = choose_precision(config.train.precision, device)
+    own = own if own is not None else load_config(source, trust_remote_code=trust)
+    precision = config.train.precision or ("bf16" if not cpu else choose_precision(None, torch.device("cpu")))
     model: Any = build_on_meta(model_class(source, own, trust_remote_code=trust), own)
     for parameter in model.parameters():  # not the buffers: rope's frequencies stay fp32
         parameter.data = parameter.data.to(DTYPES[precision])
     line = None
     if config.adapter is not None:
         line = str(apply_lora(model, config.adapter, config.seed))
-    _tie(model)
-    anatomy = describe(model)
-    inside = tuple(f"{layer}." for layer in anatomy.layers)
+    settle_ties(model)
+    tie_on_meta(model)
+    inside = tuple(f"{layer}." for layer in describe(model).layers)
     optimizer = build_optimizer(
         model.named_parameters(),
         config.optimizer,
         adapters=is_adapter_weight,
         hidden_matrices=lambda name: name.startswith(inside),
     )
-    parameters = list(model.parameters())
+    return Prepared(model, measure(model, optimizer, cpu=cpu, fast=fast), line, precision)
+
+
+def estimate(
+    config: RunConfig, *, cluster: str | None = None, gpus: int | None = None, layout: str | None = None
+) -> dict[str, Any]:
+    """Say what a run takes.
+
+    Operations are those of documents that fill `data.sequence_length`, with every position in the loss: the most that
+    a token can take. A microbatch holds one such document.
+
+    Args:
+        config: of the run; data may be empty.
+        cluster: a preset, "cpu" or a file; without one nothing is said about time.
+        gpus: processes in all; the product of the layout's degrees when left out.
+        layout: "dp_shard 2 x tp 2" instead of the config's `parallel`.
+
+    Returns:
+        model, adapter (a line, or None), precision; parameters {total, trainable}; flops {token_forward,
+        token_backward, token, step, run}; memory of a rank in bytes; on a layout or a cluster also layout, ranks,
+        traffic; on a cluster time, mfu, fits.
+
+    Raises:
+        ModelError: the model's config cannot be found or read.
+        ConfigError: the model does not admit the layout.
+    """
+    parallel = parse_layout(layout, config.parallel) if layout is not None else config.parallel
+    cpu = cluster == "cpu" or (cluster is None and choose_device(config.train.device).type == "cpu")
+    resolved = Layout.resolve(parallel, gpus or _ranks(parallel))
+    prepared = prepare(config, cpu=cpu, fast=resolved.ranks == 1)
+    program = PROGRAMS[parallel.pipeline_schedule]
+    rules.check(prepared.model, resolved, parallel.stages_per_rank or program.stages_per_rank)
+    plan = _plan(config, parallel, resolved)
+    shape = prepared.shape
+    result = _about(config, prepared, plan)
+    result["memory"] = memory(shape, plan).to_dict()
+    if cluster is None and resolved.ranks == 1:
+        return result
+    machine = find_cluster(cluster).for_ranks(resolved.ranks) if cluster is not None else None
+    result |= {"layout": str(resolved), "ranks": resolved.ranks, "microbatches": plan.microbatches}
+    result["traffic"] = _traffic(shape, plan, machine)
+    return result | (_timed(shape, plan, machine, result["memory"]["total"]) if machine is not None else {})
+
+
+def find_layouts(config: RunConfig, gpus: int, cluster: str = "h200", keep: int = 10) -> dict[str, Any]:
+    """Rank layouts of a run's model on so many GPUs.
+
+    Args:
+        config: of the run. Its batch counts where it says one; else a step is of 16,384 tokens a GPU.
+        gpus: how many there are.
+        cluster: a preset, "cpu" or a file.
+        keep: how many layouts are told.
+
+    Returns:
+        what `estimate` says of the model, and layouts: a list, the fastest first.
+
+    Raises:
+        ModelError: the model's config cannot be found or read.
+        ConfigError: no layout fits.
+    """
+    machine = find_cluster(cluster)
+    prepared = prepare(config, cpu=machine.shared, fast=gpus == 1)
     length = config.data.sequence_length
-    flops = count_flops(model)
-    forward, backward = flops.forward([length], length), flops.backward([length], length)
-    token = (forward + backward) / length
+    tokens = config.train.tokens_per_step or (config.train.rows_per_step or 0) * length or _TOKENS_A_GPU * gpus
+
+    _shorten(prepared.model, prepared.shape)
+
+    @cache
+    def refusal(name: str, degree: int) -> str | None:
+        if name == "pp":  # the number of layers aside, what cuts a model in two cuts it anywhere
+            few = degree > len(prepared.shape.layers)
+            return "it has too few layers" if few else rules.REFUSALS[name](prepared.model, 2)
+        return rules.REFUSALS[name](prepared.model, degree)
+
+    found = search(
+        prepared.shape,
+        machine,
+        gpus,
+        length=length,
+        step_tokens=tokens,
+        refusal=refusal,
+        schedule=config.parallel.pipeline_schedule,
+        keep=keep,
+    )
+    result = _about(config, prepared, found[0].plan)
+    local = machine.for_ranks(gpus)
+    entries = [_entry(prepared.shape, one, local) for one in found]
+    return result | {"cluster": machine.name, "gpus": gpus, "step_tokens": tokens, "layouts": entries}
+
+
+def parse_layout(text: str, base: ParallelConfig) -> ParallelConfig:
+    """The degrees of "dp_shard 2 x tp 2" or "dp_shard=2,tp=2", over other settings.
+
+    Raises:
+        ConfigError: it is not of this form.
+    """
+    degrees: dict[str, int] = {"dp_replicate": 1, "dp_shard": -1, "tp": 1, "cp": 1, "pp": 1, "ep": 1}
+    for part in re.split(r"\s*(?:,|\bx\b|×)\s*", text.strip()):
+        match = re.fullmatch(r"(\w+)\s*[ =]\s*(-?\d+)", part)
+        if match is None or match[1] not in degrees:
+            remedy = f'write it as "dp_shard 2 x tp 2", with degrees of {", ".join(degrees)}'
+            raise ConfigError(f"{text!r} is no layout", where="--layout", remedy=remedy)
+        degrees[match[1]] = int(match[2])
+    return ParallelConfig.model_validate(base.model_dump() | degrees)
+
+
+def _shorten(model: Any, shape: ModelShape) -> None:
+    """Leave a model two layers, and one of every other kind: enough to say which degrees it admits, and fast."""
+    layers = describe(model).layers
+    parents = {name.rpartition(".")[0] for name in layers}
+    if len(parents) != 1:
+        return
+    seen: set[int] = set()
+    kept = []
+    for index, layer in enumerate(shape.layers):
+        if index < 2 or id(layer) not in seen:
+            kept.append(layers[index])
+        seen.add(id(layer))
+    model.set_submodule(parents.pop(), nn.ModuleList(model.get_submodule(name) for name in kept))
+
+
+def _ranks(parallel: ParallelConfig) -> int:
+    """Processes of a layout whose open degree is 1."""
+    degrees = (parallel.dp_replicate, parallel.dp_shard, parallel.tp, parallel.cp, parallel.pp)
+    product = 1
+    for degree in degrees:
+        product *= max(1, degree)
+    return product
+
+
+def _plan(config: RunConfig, parallel: ParallelConfig, layout: Layout) -> Plan:
+    length = config.data.sequence_length
+    tokens = config.train.tokens_per_step or (config.train.rows_per_step or 16) * length
+    program = PROGRAMS[parallel.pipeline_schedule]
+    stages = parallel.stages_per_rank or program.stages_per_rank if layout.pp > 1 else 1
+    microbatches = max(1, -(-tokens // (length * layout.data_ranks)))
+    if layout.pp > 1:
+        microbatches = program.microbatches(microbatches, layout.pp, stages)
+    return Plan(
+        layout,
+        length,
+        microbatches=microbatches,
+        checkpointing=config.train.activation_checkpointing,
+        reshard=parallel.reshard == "always" or (parallel.reshard == "auto" and layout.pp == 1),
+        sequence_parallel=parallel.sequence_parallel,
+        cpu_offload=parallel.cpu_offload,
+        schedule=parallel.pipeline_schedule,
+        stages_per_rank=stages,
+    )
+
+
+def _about(config: RunConfig, prepared: Prepared, plan: Plan) -> dict[str, Any]:
+    shape, length = prepared.shape, config.data.sequence_length
+    one = Plan(Layout(), length)
+    forward = useful(shape, one, backward=False)
+    token = useful(shape, one) / length
     tokens = config.train.tokens_per_step or (config.train.rows_per_step or 16) * length
     steps = config.train.steps
-    memory = count_memory(model, optimizer, length, checkpointing=config.train.activation_checkpointing)
     return {
         "model": config.model,
-        "architecture": type(model).__name__,
-        "adapter": line,
-        "precision": precision,
+        "architecture": type(prepared.model).__name__,
+        "adapter": prepared.adapter,
+        "precision": prepared.precision,
         "sequence_length": length,
         "parameters": {
-            "total": sum(p.numel() for p in parameters),
-            "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+            "total": shape.parameters,
+            "trainable": sum(weight.count for weight in shape.weights if weight.gradient),
         },
         "flops": {
             "token_forward": round(forward / length),
-            "token_backward": round(backward / length),
+            "token_backward": round(token - forward / length),
             "token": round(token),
             "step": round(token * tokens),
             "run": round(token * tokens * steps) if steps is not None else None,
         },
-        "memory": memory.to_dict(),
     }
 
 
-def lines(result: dict[str, Any]) -> list[str]:
-    """An estimate for people."""
-    parameters, flops, memory = result["parameters"], result["flops"], result["memory"]
-    share = parameters["trainable"] / parameters["total"]
-    text = [
-        f"{result['model']}: {result['architecture']}, {parameters['total']:,} parameters, "
-        f"{parameters['trainable']:,} trainable ({share:.2%}), {result['precision']}",
-        *([result["adapter"]] if result["adapter"] else []),
-        f"operations a token   {amount(flops['token_forward'], 'FLOP')} forward, "
-        f"{amount(flops['token_backward'], 'FLOP')} backward, in rows of {result['sequence_length']:,} tokens",
-        f"operations a step    {amount(flops['step'], 'FLOP')}",
-    ]
-    if flops["run"] is not None:
-        text.append(f"operations in all    {amount(flops['run'], 'FLOP')}")
-    text += [f"memory, {name:<12} {amount(count, 'B'):>10}" for name, count in memory.items()]
-    return text
+def _traffic(shape: ModelShape, plan: Plan, machine: Cluster | None) -> dict[str, Any]:
+    """What the busiest rank sends in a step."""
+    flows = busiest(shape, plan)
+    told = [asdict(flow) for flow in flows]
+    links = None
+    if machine is not None:
+        shares = [on_links(plan.layout, flow, machine.gpus_per_node) for flow in flows]
+        links = {"node": round(sum(near for near, _ in shares)), "network": round(sum(far for _, far in shares))}
+    return {"sent": sum(flow.sent for flow in flows), "links": links, "flows": told}
 
 
-def _tie(model: Any) -> None:
-    """Alias what loading would alias; on meta each weight still stands alone."""
-    settle_ties(model)
-    for target, owner in model.all_tied_weights_keys.items():
-        module, _, name = target.rpartition(".")
-        setattr(model.get_submodule(module), name, model.get_parameter(owner))
+def _timed(shape: ModelShape, plan: Plan, machine: Cluster, needed: float) -> dict[str, Any]:
+    time = step_time(shape, plan, machine)
+    return {
+        "cluster": machine.name,
+        "memory_limit": round(machine.memory),
+        "fits": needed <= machine.memory * machine.memory_share,
+        "time": time.to_dict(),
+        "tokens_per_second": plan.step_tokens / time.total,
+        "mfu": mfu(shape, plan, machine, time.total),
+    }
+
+
+def _entry(shape: ModelShape, found: Found, machine: Cluster) -> dict[str, Any]:
+    plan = found.plan
+    return {
+        "layout": str(plan.layout),
+        "degrees": asdict(plan.layout),
+        "rows": plan.rows,
+        "microbatches": plan.microbatches,
+        "activation_checkpointing": plan.checkpointing,
+        "memory": found.memory.to_dict(),
+        "traffic": _traffic(shape, plan, machine)["links"],
+        "time": found.time.to_dict(),
+        "tokens_per_second": found.tokens_per_second,
+        "mfu": found.mfu,
+    }

@@ -12,7 +12,7 @@ import copy
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,11 +44,15 @@ class Work:
         kept: bytes kept for the backward pass; a tensor counts for the module that kept it first.
         moved: bytes read and written by operations that are no matrix products.
         operations: kernels started.
+        source: the same number for modules that were called with the very same tensor.
+        flows: that tensor needs a gradient.
     """
 
     kept: int = 0
     moved: int = 0
     operations: int = 0
+    source: int = 0
+    flows: bool = False
 
 
 class _ReachedError(Exception):
@@ -59,40 +63,52 @@ class _ReachedError(Exception):
 
 
 def outline(
-    model: PreTrainedModel, anatomy: Anatomy, layers: Sequence[str], lengths: Sequence[int], *, cpu: bool = False
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    layers: Mapping[str, bool],
+    lengths: Sequence[int],
+    *,
+    cpu: bool = False,
+    fast: bool = False,
 ) -> dict[str, list[dict[str, Work]]] | None:
     """What some layers do and keep in the forward pass of one document.
 
     Args:
         model: on meta, adapters in place, in its training dtype. It is left as it was.
         anatomy: its parts.
-        layers: names of the layers to run.
+        layers: names of the layers to run, and whether a gradient flows to what comes before each.
         lengths: of the documents to run them on, one after another.
-        cpu: run them as on the CPU (faster norms and MLPs, attention in blocks), which takes the memory of a layer.
+        cpu: run them as on the CPU, with attention in blocks, which takes the memory of a layer.
+        fast: with the norms and MLPs that one process has on the CPU.
 
     Returns:
-        of each layer, for each length, name of a module within the layer ("" for itself) -> its work. Parameters and
-        buffers are not counted as kept. None where the architecture does not run so.
+        of each layer, for each length, name of a module within the layer ("" for itself) -> its work, in the order of
+        their calls. Parameters and buffers are not counted as kept. None where the architecture does not run so.
     """
     device = "cpu" if cpu else "meta"
     try:
-        with quiet(), _prepared(model, anatomy, layers, cpu) as own:
+        with quiet(), _prepared(model, anatomy, layers, cpu, fast) as own:
             calls = [_first_call(own, anatomy, length, device) for length in lengths]
-            return {name: [_run(own.get_submodule(name), *call) for call in calls] for name in layers}
+            return {
+                name: [_run(own.get_submodule(name), flows, *call) for call in calls] for name, flows in layers.items()
+            }
     except Exception as error:  # whatever an architecture asks of its arguments
         _log.debug("%s does not run in outline: %s", type(model).__name__, error)
         return None
 
 
 @contextmanager
-def _prepared(model: PreTrainedModel, anatomy: Anatomy, layers: Sequence[str], cpu: bool) -> Iterator[PreTrainedModel]:
+def _prepared(
+    model: PreTrainedModel, anatomy: Anatomy, layers: Iterable[str], cpu: bool, fast: bool
+) -> Iterator[PreTrainedModel]:
     """A copy that shares nothing, with stand-ins in place."""
     own = copy.deepcopy(model).train()
     keep = set(layers)
     for name in anatomy.experts:
         own.get_submodule(name).__dict__["forward"] = _routed
     if cpu:
-        accelerate_model(own)
+        if fast:
+            accelerate_model(own)
         inside = tuple(f"{name}." for name in (*anatomy.layers, anatomy.embedding))
         for name, module in own.named_modules():
             wanted = any(name == layer or name.startswith(f"{layer}.") for layer in keep)
@@ -123,7 +139,7 @@ def _first_call(
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise _ReachedError(args, kwargs)
 
-    width = model.get_input_embeddings().weight.shape[-1]  # type: ignore[union-attr, index]
+    width = model.get_input_embeddings().weight.shape[-1]  # type: ignore[index]
     embeds = torch.zeros(1, tokens, int(width), dtype=model.dtype, device=device)
     handle = model.get_submodule(anatomy.layers[0]).register_forward_pre_hook(stop, with_kwargs=True)
     # a mask of ones keeps Transformers from looking for packed documents in positions, which have no numbers on meta
@@ -146,12 +162,12 @@ def _row(tokens: int, device: str) -> Iterator[None]:
         yield
 
 
-def _run(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Work]:
+def _run(layer: nn.Module, flows: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Work]:
     """One layer under watch."""
     names = {module: name for name, module in layer.named_modules()}
     given = [argument for argument in args if isinstance(argument, torch.Tensor)]
     hidden = given[0] if given else kwargs["hidden_states"]
-    leaf = hidden.detach().clone().requires_grad_()
+    leaf = hidden.detach().clone().requires_grad_(flows)
     args = tuple(leaf if argument is hidden else argument for argument in args)
     kwargs = {name: leaf if value is hidden else value for name, value in kwargs.items()}
     # what all layers share (angles of rotary embeddings) is no layer's own
@@ -159,8 +175,8 @@ def _run(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
     outside = [t for t in shared if isinstance(t, torch.Tensor) and t is not leaf]
     watch = _Watch({_storage(t) for t in (*layer.parameters(), *layer.buffers(), *outside)})
 
-    def begin(module: nn.Module, *_: Any) -> None:
-        watch.working.append(names[module])
+    def begin(module: nn.Module, given: tuple[Any, ...]) -> None:
+        watch.begin(names[module], given[0] if given and isinstance(given[0], torch.Tensor) else None)
 
     def end(module: nn.Module, *_: Any) -> None:
         watch.working.pop()
@@ -177,7 +193,11 @@ def _run(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: Work(*counts) for name, counts in watch.counts.items()}
+    found = {}
+    for name, (kept, moved, operations) in watch.counts.items():
+        source, needs = watch.sources.get(name, (0, False))
+        found[name] = Work(kept, moved, operations, source, needs)
+    return found
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -192,7 +212,17 @@ class _Watch(TorchDispatchMode):
         self.outside = outside
         self.working: list[str] = []
         self.counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+        self.sources: dict[str, tuple[int, bool]] = {}
         self._kept: dict[int, torch.Tensor] = {}
+        self._inputs: list[torch.Tensor] = []
+
+    def begin(self, name: str, given: torch.Tensor | None) -> None:
+        self.working.append(name)
+        _ = self.counts[name]  # there even if the module does nothing itself, in the order of calls
+        if given is not None and name not in self.sources:
+            known = next((i for i, other in enumerate(self._inputs) if other is given), len(self._inputs))
+            self._inputs += [given] if known == len(self._inputs) else []
+            self.sources[name] = (known, given.requires_grad)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         key = _storage(tensor)

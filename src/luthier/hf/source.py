@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -190,6 +190,11 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> PreT
     if source.gguf_file and source.path is not None:
         return copy.deepcopy(_gguf_config(source, (source.path / source.gguf_file).stat().st_mtime_ns))
     return _read_config(source, trust_remote_code)
+
+
+def config_from_fields(fields: Mapping[str, Any]) -> PreTrainedConfig:
+    """A config from its fields, `model_type` among them; what is left out is the type's default."""
+    return AutoConfig.for_model(**fields)
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,0 +1,147 @@
+"""Which layouts of a model on so many GPUs are worth trying, the fastest first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from luthier.errors import ConfigError
+from luthier.estimate.cluster import Cluster
+from luthier.estimate.memory import Memory, memory
+from luthier.estimate.plan import Checkpointing, Plan
+from luthier.estimate.shape import ModelShape
+from luthier.estimate.time import Time, mfu, step_time
+from luthier.parallel.mesh import Layout
+
+CHECKPOINTING: tuple[Checkpointing, ...] = ("off", "selective", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One way to run, weighed.
+
+    Attributes:
+        plan: the way.
+        memory: of the rank that needs most.
+        time: of a step.
+        mfu: share of all GPUs' peak that is useful.
+    """
+
+    plan: Plan
+    memory: Memory
+    time: Time
+    mfu: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.plan.step_tokens / self.time.total
+
+
+Refusal = Callable[[str, int], str | None]
+"""(degree's name, degree) -> why the model cannot be cut so, None where it can."""
+
+
+def search(
+    shape: ModelShape,
+    cluster: Cluster,
+    ranks: int,
+    *,
+    length: int,
+    step_tokens: int,
+    refusal: Refusal = lambda name, degree: None,
+    schedule: str = "1f1b",
+    keep: int = 10,
+) -> list[Found]:
+    """Weigh every layout, size of microbatch and recomputation that fits.
+
+    Of each layout the fastest way that fits in memory is kept; a tenth of a per cent decides for fewer degrees.
+
+    Args:
+        shape: the model.
+        cluster: of `ranks` GPUs.
+        ranks: how many.
+        length: tokens of a document.
+        step_tokens: of a step of all ranks; what is nearest to it with whole microbatches is taken.
+        refusal: says which degrees the model admits.
+        schedule: of the pipeline.
+        keep: how many to return.
+
+    Raises:
+        ConfigError: none fits; says which comes nearest.
+    """
+    cluster = cluster.for_ranks(ranks)
+    limit = cluster.memory * cluster.memory_share
+    best: dict[Layout, Found] = {}
+    smallest: tuple[float, Plan] | None = None
+    for layout in layouts(shape, ranks, cluster.gpus_per_node, refusal):
+        for rows, microbatches in _batches(layout, length, step_tokens):
+            for checkpointing in CHECKPOINTING:
+                # between the passes of one microbatch a pipeline runs others: layers would be gathered over and over
+                reshard = layout.pp == 1
+                plan = Plan(layout, length, rows, microbatches, checkpointing, reshard=reshard, schedule=schedule)
+                needed = memory(shape, plan)
+                if smallest is None or needed.total < smallest[0]:
+                    smallest = (needed.total, plan)
+                if needed.total <= limit:
+                    break
+            else:
+                continue
+            time = step_time(shape, plan, cluster)  # what recomputes less is faster
+            found = Found(plan, needed, time, mfu(shape, plan, cluster, time.total))
+            if layout not in best or found.tokens_per_second > best[layout].tokens_per_second:
+                best[layout] = found
+    if not best:
+        if smallest is None:
+            raise ConfigError(
+                f"no layout for {ranks} GPUs fits the model", where="--gpus", remedy="try another number of GPUs"
+            )
+        what = f"no layout fits in {limit / 2**30:.1f} GiB: {smallest[1].layout} needs {smallest[0] / 2**30:.1f} GiB"
+        raise ConfigError(what, where="--gpus", remedy="take more GPUs, or train adapters")
+    ranked = sorted(best.values(), key=lambda found: (-round(found.tokens_per_second, -1), _degrees(found.plan.layout)))
+    return ranked[:keep]
+
+
+def layouts(shape: ModelShape, ranks: int, gpus_per_node: int, refusal: Refusal) -> Iterator[Layout]:
+    """Every layout of so many ranks that the model admits.
+
+    tp and cp stay within a node; where there are copies, each fills one node or four, or is one rank's.
+    """
+    most = {"tp": gpus_per_node, "cp": gpus_per_node, "pp": 16, "ep": ranks}
+    allowed = {
+        name: [d for d in _divisors(ranks) if d == 1 or (d <= limit and refusal(name, d) is None)]
+        for name, limit in most.items()
+        if name != "ep" or shape.has_experts
+    }
+    for tp, cp, pp in itertools.product(allowed["tp"], allowed["cp"], allowed["pp"]):
+        if ranks % (tp * cp * pp):
+            continue
+        data = ranks // (tp * cp * pp)
+        for replicas in _divisors(data):
+            shards = data // replicas
+            nodes = shards * cp * tp / gpus_per_node
+            if replicas > 1 and shards > 1 and nodes not in (1, 4):
+                continue  # copies cost memory, and spare messages where their shards are near
+            for ep in allowed.get("ep", [1]):
+                if ep == 1 or (ep % tp == 0 and (shards * cp * tp) % ep == 0):
+                    yield Layout(replicas, shards, cp, tp, pp, ep)
+
+
+def _batches(layout: Layout, length: int, step_tokens: int) -> Iterator[tuple[int, int]]:
+    """(documents in a microbatch, microbatches)."""
+    documents = step_tokens / (length * layout.data_ranks)
+    if documents < 0.75 or length % (2 * layout.cp):
+        return
+    for rows in (1, 2, 4, 8):
+        microbatches = round(documents / rows)
+        if microbatches < max(1, layout.pp):
+            break
+        yield rows, microbatches
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _degrees(layout: Layout) -> int:
+    return sum(d > 1 for d in (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp, layout.ep))
