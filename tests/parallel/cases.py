@@ -71,10 +71,10 @@ def ready(
 
 def strengthen(state: TrainState) -> None:
     """Give every lora_B values that do not depend on the layout: with zeros no gradient would reach lora_A."""
-    from luthier.adapters.layer import adapted_layers
+    from luthier.adapters.experts import adapted
     from luthier.hf.shards import fill
 
-    for name, layer in adapted_layers(state.model):
+    for name, layer in adapted(state.model):
         up = layer.lora_B.weight
         generator = torch.Generator().manual_seed(sum(name.encode()))
         fill(up, torch.randn(up.shape, generator=generator, dtype=torch.float64).to(up.dtype) * 0.1)

@@ -1,120 +1,168 @@
-"""Experts dealt to ranks, tokens travelling to them: gradients against one process of plain Transformers."""
+"""Experts dealt to ranks, tokens travelling to them: the numbers of one process of plain Transformers and PEFT."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.distributed.tensor import DTensor
-from transformers import LongcatFlashForCausalLM, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM, LongcatFlashForCausalLM, MixtralForCausalLM
 
-from luthier.batch import Batch
-from luthier.hf.anatomy import describe
-from luthier.hf.forward import hidden_states
-from luthier.hf.head import head_logits
-from luthier.hf.load import build_on_meta, load_model, model_class
-from luthier.hf.source import resolve
+from luthier.adapters import save_peft
+from luthier.config import LoraConfig
+from luthier.hf.load import build_on_meta
 from luthier.hf.tiny import debug_config
-from luthier.parallel import expert, fsdp
-from luthier.parallel.mesh import Layout, Mesh
-from tests.oracles.plain import gradient_error
-from tests.parallel import mixtures
-from tests.world import World
+from luthier.parallel.expert import refusal
+from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong, weighted_sum
+from tests.parallel.cases import documents, measure, ready, strengthen
 
-Worlds = Callable[[int], World]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-
-def load(path: Path, mesh: Mesh) -> nn.Module:
-    """A model with its experts dealt out, and sharded."""
-
-    def prepare(model: Any) -> None:
-        experts = expert.shard(model, mesh)
-        layers = [model.get_submodule(name) for name in describe(model).layers]
-        assert mesh.fsdp is not None
-        fsdp.shard(model, layers, mesh.fsdp, experts=experts, expert_mesh=mesh.efsdp)
-
-    model = load_model(resolve(str(path)), dtype=torch.float64, prepare=prepare)
-
-    return model.train()
+SIX = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe"]
+OTHERS = ["llama4_text", "jetmoe", "dbrx"]
+"""Tokens come to their experts in other ways: sorted, or in equal numbers; or the experts lie end to end."""
+TO_FP32 = {"deepseek_v3", "glm4_moe", "llama4_text"}
+"""Those whose routers compute in fp32, whatever the model does."""
 
 
-def loss(model: Any, batch: Batch) -> torch.Tensor:
-    """Sum of weighted cross-entropies of a packed row."""
-    logits = head_logits(model, hidden_states(model, batch))
-    return (F.cross_entropy(logits, batch.targets[0], reduction="none") * batch.weights[0]).sum()
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("mixtures")
+    return {kind: save_strong(debug_config(kind), root / kind) for kind in SIX + OTHERS}
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What trains, whole."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if (gradient := parameter.grad) is not None:
-            found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return found
+def bound(kind: str) -> float:
+    return 1e-6 if kind in TO_FP32 else 1e-10
 
 
-def trained(path: Path, layout: Layout, count: int) -> dict[str, torch.Tensor]:
-    """On every rank: gradients of a global batch of `count` documents; rank 0 gives them back."""
-    mesh = Mesh(layout, torch.device("cpu"))
-    model = load(path, mesh)
-    batch = mixtures.dealt(mixtures.samples(count), mesh.data_rank, mesh.data_ranks)
-    for _ in range(2):  # a second microbatch must add, and what the first left must not matter
-        fsdp.within(model, loss, model, batch.scaled(0.5)).backward()
-    found = gradients(model)
-    return found if dist.get_rank() == 0 else {}
+def factor() -> float:
+    return 1 / sum(float(sample.weights.sum()) for sample in documents())
 
 
-def worst(world: World, path: Path, layout: Layout, count: int) -> float:
-    """The largest error of a gradient against one process."""
-    found = world.run(trained, path, layout, count)[0]
-    return gradient_error(found, mixtures.reference(path, mixtures.samples(count)).gradients)
+def reference(path: Path) -> Reference:
+    return weighted_sum(plain_model(path, torch.float64), documents(), factor())
 
 
-@pytest.mark.parametrize("kind", list(mixtures.KINDS))
-def test_two_ranks_with_rows_of_their_own(world: Worlds, tmp_path: Path, kind: str) -> None:
-    path = mixtures.save(kind, tmp_path / kind)
-    assert worst(world(2), path, Layout(dp_shard=2, ep=2), 5) < mixtures.bound(kind)
+def check(results: list[dict[str, Any]], expected: Reference, limit: float) -> None:
+    norm = math.sqrt(sum(float(g.square().sum()) for g in expected.gradients.values()))
+    found: dict[str, torch.Tensor] = {}
+    for result in results:
+        assert not result["missing"]
+        assert result["loss"] == pytest.approx(expected.loss, rel=limit)
+        assert result["validation"] == pytest.approx(expected.loss, rel=limit)
+        assert result["norm"] == pytest.approx(norm, rel=limit)
+        found |= result["gradients"]
+    assert gradient_error(found, expected.gradients) < limit
+
+
+@pytest.mark.parametrize("kind", SIX + OTHERS)
+def test_two_ranks_with_rows_of_their_own(world: Any, models: dict[str, Path], kind: str) -> None:
+    results = world(2).run(measure, models[kind], {"dp_shard": 2, "ep": 2}, documents())
+    check(results, reference(models[kind]), bound(kind))
 
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        ("qwen3_moe", Layout(dp_shard=4, ep=4)),
-        ("gpt_oss", Layout(dp_shard=4, ep=2)),
-        ("deepseek_v3", Layout(dp_replicate=2, dp_shard=2, ep=2)),
+        ("qwen3_moe", {"dp_shard": 4, "ep": 4}),
+        ("gpt_oss", {"dp_shard": 4, "ep": 2}),
+        ("deepseek_v3", {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
+        ("mixtral", {"dp_shard": 2, "tp": 2, "ep": 2}),
+        ("olmoe", {"dp_shard": 2, "tp": 2, "ep": 4}),
+        ("qwen3_moe", {"dp_shard": 2, "cp": 2, "ep": 4}),
+        ("mixtral", {"dp_shard": 2, "pp": 2, "ep": 2}),
     ],
     ids=str,
 )
-def test_four_ranks(world: Worlds, tmp_path: Path, kind: str, layout: Layout) -> None:
-    path = mixtures.save(kind, tmp_path / kind)
-    assert worst(world(4), path, layout, 9) < mixtures.bound(kind)
+def test_four_ranks(world: Any, models: dict[str, Path], kind: str, layout: dict[str, int]) -> None:
+    check(world(4).run(measure, models[kind], layout, documents()), reference(models[kind]), bound(kind))
 
 
-def test_a_rank_that_no_token_visits(world: Worlds, tmp_path: Path) -> None:
-    path = mixtures.save("gpt_oss", tmp_path / "lonely")
+@pytest.mark.parametrize("how", [{"activation_checkpointing": "full"}, {"reshard": "never"}])
+def test_policies_change_no_number(world: Any, models: dict[str, Path], how: dict[str, Any]) -> None:
+    results = world(2).run(measure, models["mixtral"], {"dp_shard": 2, "ep": 2}, documents(), **how)
+    check(results, reference(models["mixtral"]), 1e-10)
+
+
+def test_tensor_parallel_ranks_share_the_experts(world: Any, models: dict[str, Path]) -> None:
+    check(
+        world(2).run(measure, models["mixtral"], {"tp": 2, "ep": 2}, documents()), reference(models["mixtral"]), 1e-10
+    )
+
+
+def test_a_rank_that_no_token_visits(world: Any, models: dict[str, Path], tmp_path: Path) -> None:
+    config = debug_config("gpt_oss")
+    path = save_strong(config, tmp_path / "lonely")
     weights = load_file(path / "model.safetensors")
     for name, value in weights.items():
         if name.endswith("router.bias"):
             value.copy_(torch.tensor([50.0, 50.0, -50.0, -50.0]))
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    assert worst(world(2), path, Layout(dp_shard=2, ep=2), 5) < mixtures.bound("gpt_oss")
+    check(world(2).run(measure, path, {"dp_shard": 2, "ep": 2}, documents()), reference(path), 1e-10)
 
 
-def meta(kind: str, **changes: Any) -> Any:
-    config = mixtures.config(kind, **changes)
-    return build_on_meta(model_class(resolve(f"debug:{kind}"), config), config)
+def written(path: Path, layout: dict[str, int], lora: LoraConfig, directory: Path) -> None:
+    """Write the adapter that `measure` gives to a model, from all ranks."""
+    state = ready(path, layout, adapter=lora)
+    strengthen(state)
+    save_peft(state.model, directory, group=torch.distributed.group.WORLD)
+
+
+def with_adapter(path: Path, directory: Path, tmp_path: Path) -> Reference:
+    """What PEFT makes of an adapter; its gradients under our names, since they are laid out as the weights are."""
+    plain = plain_model(path, torch.float64)
+    model = peft.PeftModel.from_pretrained(plain, str(directory), is_trainable=True, autocast_adapter_dtype=False)
+    return weighted_sum(model, documents(), factor())
+
+
+def in_pefts_form(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Our gradients by PEFT's names and shapes; the down projection is the outer of its two wrappers."""
+    found = {}
+    for name, gradient in gradients.items():
+        name = f"base_model.model.{name}".replace(".weight", ".default.weight")
+        if ".lora.gate_up_proj." in name or ".lora.down_proj." in name:
+            name = name.replace(".lora.gate_up_proj.", ".base_layer.").replace(".lora.down_proj.", ".")
+            a = ".lora_A." in name
+            gradient = gradient.flatten(0, 1) if a else gradient.permute(1, 2, 0).flatten(1)
+        found[name] = gradient
+    return found
+
+
+ATTENTION = {"deepseek_v3": ["q_b_proj", "kv_b_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(kind, {"dp_shard": 2, "ep": 2}) for kind in SIX]
+    + [
+        ("mixtral", {"dp_shard": 2}),
+        ("mixtral", {"tp": 2}),
+        ("gpt_oss", {"tp": 2, "ep": 2}),
+        ("qwen3_moe", {"dp_shard": 2, "tp": 2, "ep": 2}),
+        ("mixtral", {"dp_shard": 4, "ep": 2}),
+    ],
+    ids=str,
+)
+def test_adapters_equal_pefts(
+    world: Any, models: dict[str, Path], kind: str, layout: dict[str, int], tmp_path: Path
+) -> None:
+    lora = LoraConfig(rank=4, target=[*ATTENTION.get(kind, ["attn"]), "experts"])
+    ranks = math.prod(degree for name, degree in layout.items() if name != "ep")
+    world(ranks).run(written, models[kind], layout, lora, tmp_path)
+    results = world(ranks).run(measure, models[kind], layout, documents(), lora=lora)
+    for result in results:
+        result["gradients"] = in_pefts_form(result["gradients"])
+    check(results, with_adapter(models[kind], tmp_path, tmp_path), bound(kind))
 
 
 def test_what_cannot_be_dealt_is_refused() -> None:
-    assert expert.refusal(meta("mixtral"), 2) is None
-    assert expert.refusal(meta("mixtral"), 3) == "its 4 experts cannot be dealt to 3 ranks evenly"
-    assert expert.refusal(build_on_meta(Qwen3ForCausalLM, debug_config("qwen3")), 2) == "it has no experts"
-    zero = build_on_meta(LongcatFlashForCausalLM, debug_config("longcat_flash"))
-    assert "down_proj holds another number" in str(expert.refusal(zero, 2))
+    mixtral = build_on_meta(MixtralForCausalLM, debug_config("mixtral"))
+    assert refusal(mixtral, 2) is None
+    assert refusal(mixtral, 3) == "its 4 experts cannot be dealt to 3 ranks evenly"
+    assert refusal(build_on_meta(LlamaForCausalLM, debug_config("llama")), 2) == "it has no experts"
+    identities = build_on_meta(LongcatFlashForCausalLM, debug_config("longcat_flash"))
+    assert "down_proj holds another number of experts" in str(refusal(identities, 2))

@@ -201,11 +201,9 @@ def _fewer_layers(values: Mapping[str, Any], least: int) -> dict[str, Any]:
     """Layer counts and per-layer lists, cut to a few layers that show every kind of layer there is."""
     counts = {name: values[name] for name in _LAYER_COUNTS if isinstance(values.get(name), int)}
     total = max(counts.values(), default=0)
-    lists = {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, list | tuple) and total > MOST_LAYERS and len(value) == total
-    }
+    lists = {n: value for n, value in values.items() if isinstance(value, list | tuple) and len(value) == total}
+    if lists and total <= MOST_LAYERS:
+        return {}  # few already, and a list of few entries may be of something else than layers
     chosen: list[int] = []
     seen = set()
     for index in range(total if lists else 0):
