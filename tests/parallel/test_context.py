@@ -257,9 +257,12 @@ def test_whole_rows_need_no_exchange(world: Callable[[int], World], saved: Calla
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("mamba", "passes over a row from its first position to its last"),
-        ("qwen3_next", "passes over a row"),
+        ("mamba", "MambaForCausalLM has MambaBlock, through which each position sees those before it in order"),
+        ("qwen3_next", "Qwen3NextGatedDeltaNet, through which"),
         ("bloom", "BloomForCausalLM computes its attention by itself"),
+        ("doge", "its forward refuses"),
+        ("deepseek_v32", "its forward refuses"),
+        ("gemma4_unified", "adds a mask of its own"),
     ],
 )
 def test_architectures_that_need_the_whole_row_are_refused(kind: str, told: str) -> None:

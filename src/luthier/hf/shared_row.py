@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -99,12 +101,16 @@ def own_pieces(packed: Documents, exchange: Exchange, causal: bool) -> list[Piec
         exchange: says which positions this rank holds.
         causal: no query meets a later key, so a piece's keys end with its queries; else they are its whole document's.
     """
-    held = exchange.positions(packed.tokens).tolist()
+    return _pieces(packed.bounds, tuple(exchange.positions(packed.tokens).tolist()), causal)
+
+
+@lru_cache(maxsize=16)  # all layers of a pass ask for the same
+def _pieces(bounds: tuple[int, ...], held: tuple[int, ...], causal: bool) -> list[Piece]:
     pieces = []
     start = 0
     while start < len(held):
         first = held[start]
-        document = next(span for span in packed.spans if span[0] <= first < span[1])
+        document = next(span for span in pairwise(bounds) if span[0] <= first < span[1])
         stop = start + 1
         while stop < len(held) and held[stop] == held[stop - 1] + 1 and held[stop] < document[1]:
             stop += 1

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from luthier.batch import Batch
-from luthier.hf.anatomy import backbone_name, stateful_part
+from luthier.hf.anatomy import stateful_part
 from luthier.hf.attention import takes_attention
-from luthier.hf.documents import active_documents, documents
+from luthier.parallel.sharing import fault, share
 
 
 def cut(batch: Batch, mesh: DeviceMesh) -> Batch:
@@ -98,10 +97,10 @@ def refusal(model: Any, degree: int) -> str | None:
     name = type(model).__name__
     stateful = stateful_part(model)
     if stateful is not None:
-        return f"{stateful} in {name} passes over a row from its first position to its last"
+        return f"{name} has {stateful}, through which each position sees those before it in order, on other ranks too"
     if not takes_attention(type(model)):
         return f"{name} computes its attention by itself, where the other ranks' positions cannot reach it"
-    return None
+    return fault(model)
 
 
 def prepare(model: Any, mesh: DeviceMesh) -> None:
@@ -112,38 +111,7 @@ def prepare(model: Any, mesh: DeviceMesh) -> None:
         model: a Transformers model, on meta or loaded.
         mesh: the ranks that share each row, one-dimensional.
     """
-    backbone = getattr(model, backbone_name(model))
-    hooks = _Rows(Trade(mesh))
-    backbone.register_forward_pre_hook(hooks.enter, with_kwargs=True)
-    backbone.register_forward_hook(hooks.leave, with_kwargs=True, always_call=True)
-
-
-class _Rows:
-    """Hooks of a backbone that tell attention, for one forward pass, that a row is shared."""
-
-    def __init__(self, trade: Trade) -> None:
-        self._trade = trade
-        self._open: list[Any] = []
-
-    def enter(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        given = options.get("input_ids")
-        if given is None:
-            given = options.get("inputs_embeds")
-        if given is None:
-            given = arguments[0]
-        row = active_documents()
-        shared = row is not None and given.shape[1] * self._trade.degree == row.tokens
-        context = documents(replace(row, exchange=self._trade) if row is not None and shared else row)
-        context.__enter__()
-        self._open.append(context)
-        if shared:
-            # Without a mask Transformers would look for documents in this part of the row and cut them at its ends.
-            ones = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
-            options = {**options, "attention_mask": ones}
-        return arguments, options
-
-    def leave(self, *_: Any) -> None:
-        self._open.pop().__exit__(None, None, None)
+    share(model, Trade(mesh))
 
 
 class Trade:
