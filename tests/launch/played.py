@@ -64,6 +64,19 @@ def dies_once() -> dict[str, Any]:
     return {"loss": float(launch.any_rank(dist.get_rank()))}
 
 
+def loses_a_node() -> dict[str, Any]:
+    """The second of two machines is gone at once, launcher and all; the first goes on alone."""
+    here = launch.place(os.environ)
+    assert here is not None
+    if here.ranks == 2:
+        dist.barrier()
+        if here.rank == 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+    return {"loss": float(here.ranks)}
+
+
 def draws() -> dict[str, Any]:
     """Rank 0 draws its progress, if it has a terminal."""
     from luthier.report.progress import TERMINAL

@@ -132,6 +132,25 @@ def test_a_signal_stops_all_ranks_after_the_same_step(at_work: subprocess.Popen[
     assert err == ""
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def test_a_run_goes_on_without_a_machine_that_was_lost(tmp_path: Path) -> None:
+    words = ["--nproc=1", "--nnodes=1:2", f"--rdzv-endpoint=localhost:{free_port()}", "--max-restarts=1", "--json"]
+    soon = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2"
+    nodes = [  # they meet at the first, which has the lower process id and so is rank 0, and stays
+        subprocess.Popen(**command(tmp_path, "loses_a_node", *words, PET_RDZV_CONF=f"{soon},is_host={host}"))
+        for host in (1, 0)
+    ]
+    answers = [node.communicate() for node in nodes]
+    assert [node.returncode for node in nodes] == [0, -signal.SIGKILL], answers
+    assert json.loads(answers[0][0])["loss"] == 1.0
+    assert "starting again from the last checkpoint (restart 1 of 1)" in answers[0][1]
+
+
 def test_torchrun_can_start_the_same_command(tmp_path: Path) -> None:
     by = ("torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m")
     done = run(tmp_path, "sums", "--json", by=by)
@@ -144,11 +163,8 @@ def test_torchrun_can_start_the_same_command(tmp_path: Path) -> None:
 
 
 def test_srun_can_start_the_same_command(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     srun = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-    srun |= {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(port)}
+    srun |= {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
     tasks = [
         subprocess.Popen(**command(tmp_path, "sums", "--json", SLURM_PROCID=f"{rank}", SLURM_LOCALID=f"{rank}", **srun))
         for rank in range(2)
