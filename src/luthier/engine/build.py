@@ -26,7 +26,7 @@ from luthier.hf.allocator import bound_kernel_cache, tune_allocator
 from luthier.hf.anatomy import Anatomy, describe
 from luthier.hf.experts import find_experts
 from luthier.hf.fast_cpu import accelerate_model
-from luthier.hf.forward import packing_is_exact, spell_masks_out, spells_masks_out
+from luthier.hf.forward import let_mask_itself, masks_itself, packing_is_exact
 from luthier.hf.head import HeadInfo, linear_head
 from luthier.hf.limits import Limits, limits_of
 from luthier.hf.load import DTYPES, load_model, tie_on_meta
@@ -145,7 +145,7 @@ def build_network(
         _recompute_and_compile(model, plan.anatomy.layers, activation_checkpointing, compile_layers)
     else:
         packing_fault = _packing_fault(model, source, attention, trust_remote_code)
-        if mesh.cp is not None and spells_masks_out(model):
+        if mesh.cp is not None and masks_itself(model):
             what = f"{type(model).__name__} works on its attention masks itself, for positions that other ranks hold"
             raise ConfigError(what, where="parallel.cp", remedy="set it to 1, and dp_shard higher")
     pipeline = None
@@ -180,7 +180,8 @@ def _packing_fault(model: Any, source: ModelSource, attention: str | None, trust
         trust_remote_code=trust_remote_code,
     )
     _, fault = packing_is_exact(small)
-    spell_masks_out(model, spells_masks_out(small))
+    if masks_itself(small):
+        let_mask_itself(model)
     return fault
 
 

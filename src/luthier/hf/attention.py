@@ -237,7 +237,8 @@ def _whole_row(
 
 def _own_attention(module: torch.nn.Module, kwargs: dict[str, Any]) -> Attention:
     """Transformers' `sdpa`, or the architecture's own `eager_attention_forward` where `sdpa` cannot do it."""
-    eager, supports_sdpa = _architecture(cast(Any, type(module)))
+    config: Any = type(getattr(module, "config", None))
+    eager, supports_sdpa = _architecture(cast(Any, type(module)), config)
     if eager is None:
         return sdpa_attention_forward
     if not supports_sdpa or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
@@ -246,14 +247,18 @@ def _own_attention(module: torch.nn.Module, kwargs: dict[str, Any]) -> Attention
 
 
 @functools.cache
-def _architecture(cls: type) -> tuple[Attention | None, bool]:
-    """(eager attention, whether its models support sdpa) of the modelling file that an attention class comes from."""
+def _architecture(cls: type, config: type) -> tuple[Attention | None, bool]:
+    """(eager attention, whether its models support sdpa) of the modelling file that an attention class comes from.
+
+    Of several models in a file (a text model and its ears) those with the attention's config count.
+    """
     for base in cls.__mro__:  # wrappers such as FSDP put a class of their own in front
         source = sys.modules.get(base.__module__)
         eager = getattr(source, "eager_attention_forward", None)
         if eager is not None:
             models = [m for m in vars(source).values() if isinstance(m, type) and issubclass(m, PreTrainedModel)]
-            own = [m for m in models if m.__module__ == base.__module__]
+            here = [m for m in models if m.__module__ == base.__module__]
+            own = [m for m in here if getattr(m, "config_class", None) is config] or here
             return eager, all(m._supports_sdpa for m in own)
     return None, True
 

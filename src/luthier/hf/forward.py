@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 
 from luthier.batch import Batch, Sample
 from luthier.hf.anatomy import backbone_name
+from luthier.hf.attention import takes_attention
 from luthier.hf.documents import documents
 from luthier.hf.head import head_logits
+from luthier.hf.routing import counted
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
@@ -34,11 +36,26 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     accepted = _accepted(type(backbone).forward)
     if accepted is not None:
         arguments = {name: value for name, value in arguments.items() if name in accepted}
-    with documents(batch.cu_seqlens):
+    with documents(batch.cu_seqlens if not masks_itself(model) else None), counted(batch):
         output = backbone(input_ids=batch.input_ids, **arguments)
     hidden = output[0]
     assert isinstance(hidden, torch.Tensor)
     return hidden[0]
+
+
+def masks_itself(model: PreTrainedModel) -> bool:
+    """Whether a model works on its attention masks before attention sees them, so that "luthier" cannot stand there;
+    `packing_is_exact` finds out."""
+    return bool(vars(model).get(_MASKS_ITSELF, False))
+
+
+def let_mask_itself(model: PreTrainedModel) -> None:
+    """Give a model the attention that Transformers would, and no word of documents but their positions."""
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    vars(model)[_MASKS_ITSELF] = True
+
+
+_MASKS_ITSELF = "luthier_masks_itself"
 
 
 @functools.cache
@@ -63,7 +80,8 @@ def packing_is_exact(model: PreTrainedModel) -> tuple[bool, str]:
     precision), and each document's logits are those that the model's plain forward gives it alone.
 
     Args:
-        model: loaded, on its device. Its mode, gradients and `requires_grad` are left as they were.
+        model: loaded, on its device. Its mode, gradients and `requires_grad` are left as they were; one that cannot
+            run with the attention "luthier" gets Transformers' own.
 
     Returns:
         (True, "") or (False, the reason as a clause: "its documents see one another").
@@ -72,15 +90,23 @@ def packing_is_exact(model: PreTrainedModel) -> tuple[bool, str]:
     training = model.training
     model.eval()
     try:
-        leak = _leaks(model, batch)
-        if leak:
-            return False, leak
-        return _same_alone(model, batch)
+        try:
+            return _try_packing(model, batch)
+        except Exception:
+            if not takes_attention(type(model)):
+                raise
+            let_mask_itself(model)  # perhaps Transformers tells documents apart by their positions
+            return _try_packing(model, batch)
     except Exception as error:  # whatever an architecture raises on a packed row, it cannot be packed
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return False, f"its forward refuses a packed row ({lines[0]})"
     finally:
         model.train(training)
+
+
+def _try_packing(model: PreTrainedModel, batch: Batch) -> tuple[bool, str]:
+    leak = _leaks(model, batch)
+    return (False, leak) if leak else _same_alone(model, batch)
 
 
 def _probe(model: PreTrainedModel) -> Batch:

@@ -136,7 +136,7 @@ def cross_entropy_from_logits(
             part = (logprobs or whole_logprobs)(logits_fn(piece), targets[here])
             loss = -exact_sum(coefficients[here], part)
         if len(rows):
-            found[here] = part.detach()
+            found[here] = part.detach().to(found.dtype)  # some heads answer in fp32 whatever they are asked
         if not loss.requires_grad:
             continue
         if number == 0:

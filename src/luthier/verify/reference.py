@@ -23,6 +23,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+_MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Where PEFT adapts no `out_proj`, since fused kernels pass it by."""
 _NORM = re.compile("norm", re.IGNORECASE)
 
 
@@ -181,10 +183,13 @@ def _adapted(model: Any, adapter: Mapping[str, Any]) -> Any:
     directory = Path(adapter["directory"])
     if (directory / "adapter_config.json").is_file():
         return PeftModel.from_pretrained(model, str(directory), is_trainable=True, autocast_adapter_dtype=False)
+    modules = list(adapter["modules"])
+    if model.config.model_type in _MAMBAS:
+        modules = [name for name in modules if not name.endswith("out_proj")]
     config = LoraConfig(
         r=adapter["rank"],
         lora_alpha=adapter["alpha"],
-        target_modules=list(adapter["modules"]),
+        target_modules=modules,
         target_parameters=list(adapter["parameters"]) or None,
         modules_to_save=list(adapter["trained"]) or None,
         use_rslora=adapter["rslora"],

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from luthier.adapters.targets import resolve_modules, resolve_targets
 from luthier.config import LoraConfig
 from luthier.errors import UserError
+from luthier.hf.linear import linear_shape
 from luthier.hf.load import build_on_meta, model_class
 from luthier.hf.source import load_config, resolve
 from luthier.verify.group import Failed, Group, Refused
@@ -231,6 +232,9 @@ class Trial:
         modules = dict(model.named_modules())
         trained = resolve_modules(model, lora.train_modules)
         names = resolve_targets(model, lora.target, without=trained)
+        shapes = {name: linear_shape(modules[name]) for name in names if name in modules}
+        # PEFT adapts no layer that computes in a way of its own
+        names = [name for name in names if (shape := shapes.get(name)) is None or shape.plain]
         return {
             "directory": str(output / "adapter"),
             "rank": lora.rank,
