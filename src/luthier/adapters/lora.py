@@ -7,6 +7,7 @@ weights already, `apply_lora` does both.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,14 +85,16 @@ def apply_lora(model: Any, config: LoraConfig, seed: int = 0) -> LoraReport:
     return finish_lora(model, config, seed)
 
 
-def finish_lora(model: Any, config: LoraConfig, seed: int = 0, *, watch: bool = True) -> LoraReport:
+def finish_lora(
+    model: Any, config: LoraConfig, seed: int = 0, *, run: Callable[[], object] | None = None
+) -> LoraReport:
     """Make an adapted model ready to train once its weights are there.
 
     Args:
         model: given to `apply_lora` before; nothing on meta.
         config: the same.
         seed: of the adapters' first values.
-        watch: run the model once, to see which layers share their input; False for a stage, which cannot run alone.
+        run: how to run the model once, to see which layers share their input; needed where it is cut into stages.
 
     Returns:
         what was adapted, counted again now that the ties are known.
@@ -102,8 +105,7 @@ def finish_lora(model: Any, config: LoraConfig, seed: int = 0, *, watch: bool = 
     else:
         initialise_adapters(model, seed)
     freeze(model)
-    if watch:
-        find_siblings(model)
+    find_siblings(model, run)
     return report(model, config)
 
 

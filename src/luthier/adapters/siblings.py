@@ -10,7 +10,7 @@ every forward pass keeping the same tensors.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,11 +70,12 @@ class Siblings:
 
 
 @torch.no_grad()
-def find_siblings(model: Any) -> list[Siblings]:
+def find_siblings(model: Any, run: Callable[[], object] | None = None) -> list[Siblings]:
     """Watch a model for two tokens, without gradients, and group the adapted layers that share their input.
 
     Args:
         model: a Transformers model with adapters in place and nothing on meta; its random streams are not touched.
+        run: runs its layers; the model's own forward on two tokens when left out.
 
     Returns:
         the groups; each layer of theirs knows its own.
@@ -89,7 +90,7 @@ def find_siblings(model: Any) -> list[Siblings]:
     for layer in layers.values():
         if layer.lora_siblings is not None:
             layer.lora_siblings.part()
-    calls = _watch(model, layers)
+    calls = _watch(model, layers, run)
     for name in layers:
         if name not in calls and name.rpartition(".")[0] in calls:
             parent = type(model.get_submodule(name.rpartition(".")[0])).__name__
@@ -115,7 +116,7 @@ def find_siblings(model: Any) -> list[Siblings]:
     return found
 
 
-def _watch(model: Any, layers: Mapping[str, nn.Module]) -> dict[str, list[Any]]:
+def _watch(model: Any, layers: Mapping[str, nn.Module], run: Callable[[], object] | None) -> dict[str, list[Any]]:
     """Name -> first arguments, for every call of these layers and of their parents, in the order of first calls."""
     calls: dict[str, list[Any]] = defaultdict(list)
     watched = dict.fromkeys([*layers, *(name.rpartition(".")[0] for name in layers)])
@@ -130,7 +131,10 @@ def _watch(model: Any, layers: Mapping[str, nn.Module]) -> dict[str, list[Any]]:
     model.train()  # what is called while training is what counts; some models take another way then
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            model(input_ids=torch.tensor([[0, 1]], device=device), use_cache=False)
+            if run is None:
+                model(input_ids=torch.tensor([[0, 1]], device=device), use_cache=False)
+            else:
+                run()
     finally:
         model.train(training)
         for hook in hooks:

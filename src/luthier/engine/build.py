@@ -133,9 +133,13 @@ def build_network(
         seed=seed,
         trust_remote_code=trust_remote_code,
     )
+    pipeline = None
+    if plan.stages is not None and mesh is not None and mesh.pp is not None:
+        width = model.config.get_text_config().hidden_size
+        pipeline = Pipeline(model, plan.stages, mesh.pp, device=device, dtype=model.dtype, width=width)
     lora = plan.lora
     if adapter is not None:
-        found = finish_lora(model, adapter, seed, watch=mesh is None or mesh.pp is None)
+        found = finish_lora(model, adapter, seed, run=pipeline.run_alone if pipeline is not None else None)
         lora = found if mesh is None else lora  # a rank sees its part alone
     if mesh is None:
         if device.type == "cpu":
@@ -148,10 +152,6 @@ def build_network(
         if mesh.cp is not None and masks_itself(model):
             what = f"{type(model).__name__} works on its attention masks itself, for positions that other ranks hold"
             raise ConfigError(what, where="parallel.cp", remedy="set it to 1, and dp_shard higher")
-    pipeline = None
-    if plan.stages is not None and mesh is not None and mesh.pp is not None:
-        width = model.config.get_text_config().hidden_size
-        pipeline = Pipeline(model, plan.stages, mesh.pp, device=device, dtype=model.dtype, width=width)
     padded = device.type == "cpu" and model.dtype != torch.float64 and not packing_fault
     return Network(
         model=model,

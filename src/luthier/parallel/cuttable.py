@@ -104,8 +104,9 @@ def _tried(cls: type[Any], hashed: _Hashed) -> Roles:
         torch.manual_seed(0)
         model = _small(cls, hashed.config)
         batch = _batch(model)
+        unused = copy.deepcopy(model)  # some keep a state once they have run
         roles = _watch(model, batch)
-        _try_cut(model, roles, batch)
+        _try_cut(model, unused, roles, batch)
     return roles
 
 
@@ -171,10 +172,11 @@ def _hooks(model: Any, names: list[str], layers: tuple[str, ...], watched: _Watc
         return note
 
     def returned(module: nn.Module, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
+        several = isinstance(output, tuple | list)
+        hidden = output[0] if several else output
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or hidden.shape[:2] != (1, _TOKENS):
             raise _Fault("what its layers hand on is not one row of hidden states")
-        watched.outputs = len(output) if isinstance(output, tuple) else 0
+        watched.outputs = len(output) if several else 0
 
     handles = [model.get_submodule(name).register_forward_pre_hook(called(name), with_kwargs=True) for name in names]
     handles += [model.get_submodule(name).register_forward_hook(returned) for name in layers]
@@ -212,8 +214,8 @@ def _with_weights(model: Any, layers: tuple[str, ...]) -> list[str]:
     return found
 
 
-def _try_cut(model: Any, roles: Roles, batch: Batch) -> None:
-    """Cut a model into a stage a layer and compare.
+def _try_cut(model: Any, unused: Any, roles: Roles, batch: Batch) -> None:
+    """Cut a copy of a model into a stage a layer and compare.
 
     Raises:
         _Fault: the stages do not give what the whole model gives.
@@ -230,7 +232,7 @@ def _try_cut(model: Any, roles: Roles, batch: Batch) -> None:
     received = None
     try:
         for part in parts:
-            stage = copy.deepcopy(model)
+            stage = copy.deepcopy(unused)
             stand_ins = remove_others(stage, roles, [part])
             output = run(stage, roles, part, stand_ins, batch, received)
             runs.append((stage, received, output))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from luthier.batch import Batch
+from luthier.batch import NO_TOKEN, Batch, Sample
 from luthier.hf.gather import reshard
 from luthier.parallel.balance import balance, costs
 from luthier.parallel.cuttable import roles_of
@@ -212,7 +213,8 @@ class Pipeline:
         """
         cut, self._settled = self._cut, False
         count = cut.program.microbatches(len(batches), self._ranks, len(cut.stages))
-        empty = replace(batches[0], weights=torch.zeros_like(batches[0].weights))
+        nothing = torch.full_like(batches[0].targets, NO_TOKEN)
+        empty = replace(batches[0], targets=nothing, weights=torch.zeros_like(batches[0].weights))
         with self._working_on([*batches, *[empty] * (count - len(batches))], score):
             schedule = self._schedule(count, self._positions(empty))
             numbers = torch.arange(count)
@@ -259,6 +261,17 @@ class Pipeline:
             for stage in cut.stages:
                 reshard(stage)  # no backward pass comes to give the gathered weights back
             return self._shared(len(batches))
+
+    @torch.no_grad()
+    def run_alone(self) -> None:
+        """Run this rank's stages on two tokens and on zeros for what they would receive, to see what calls what. The
+        ranks that share its stages call it together."""
+        ids = np.array([0, 1, 0])
+        batch = Batch.pack([Sample.from_ids(ids, np.ones(3))]).to(self._device)
+        received = torch.zeros(1, self._positions(batch), self._width, dtype=self._dtype, device=self._device)
+        with self._working_on([batch], lambda hidden, batch, number: (hidden.sum(), hidden)):
+            for stage in self._cut.stages:
+                stage(received, microbatch=torch.zeros(1, dtype=torch.int64))
 
     def settle(self) -> None:
         """Sum the gradients of weights that the first and the last stage share. Once a step, by all ranks, after
@@ -364,7 +377,7 @@ def _lengthened(batch: Batch, length: int, longest: int | None) -> Batch:
         batch,
         input_ids=torch.cat([batch.input_ids, filler], 1),
         position_ids=torch.cat([batch.position_ids, positions[None]], 1),
-        targets=torch.cat([batch.targets, filler], 1),
+        targets=torch.cat([batch.targets, torch.full_like(filler, NO_TOKEN)], 1),
         weights=torch.cat([batch.weights, batch.weights.new_zeros(1, missing)], 1),
         cu_seqlens=bounds,
         origins=(*batch.origins, *[""] * (len(bounds) - 1 - len(batch.origins))) if batch.origins else (),

@@ -123,17 +123,19 @@ class ZeroEmbedding(nn.Module):
         module: in whose place it stands.
     """
 
+    weight: torch.Tensor
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.width = _width(module)
-        self.dtype = next(module.parameters()).dtype
-        if hasattr(module, "num_embeddings"):
-            self.num_embeddings, self.embedding_dim = module.num_embeddings, self.width
+        like = next(module.parameters())
+        # what a forward asks an embedding for is its weight's dtype and device
+        self.register_buffer("weight", like.new_empty(0, self.width), persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         like = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         shape = like.shape[:-1] if like.is_floating_point() else like.shape
-        return torch.zeros(*shape, self.width, dtype=self.dtype, device=like.device)
+        return torch.zeros(*shape, self.width, dtype=self.weight.dtype, device=like.device)
 
 
 def _width(module: nn.Module) -> int:
