@@ -70,8 +70,9 @@ def start(request: Request, command: Sequence[str], logs: Path | None, *, say: S
         if logs is None and outcome.failure is None:
             for log in place.glob("rank-*.txt"):
                 log.unlink()
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # not empty: another run's
                 place.rmdir()
+                place.parent.rmdir()
         return outcome
 
 
