@@ -114,7 +114,15 @@ class _Made(dict[str, Path]):
         return self[kind]
 
 
-def step(path: str, degree: int, samples: list[Sample], alone: bool, values: dict[str, Any], targets: list[str]) -> Any:
+def step(
+    path: str,
+    degree: int,
+    samples: list[Sample],
+    alone: bool,
+    values: dict[str, Any],
+    targets: list[str],
+    sequence_parallel: bool = False,
+) -> Any:
     """On every rank: loss, log-probabilities and whole gradients of accumulated microbatches, and what is exported."""
     from luthier.engine.evaluate import logprobs_of
     from luthier.engine.step import forward_backward_all
@@ -123,7 +131,7 @@ def step(path: str, degree: int, samples: list[Sample], alone: bool, values: dic
     from tests.parallel.cases import ready, whole
 
     adapter = LoraConfig(rank=3, alpha=6.0, target=targets) if targets else None
-    state = ready(path, {"tp": degree}, adapter=adapter)
+    state = ready(path, {"tp": degree}, adapter=adapter, sequence_parallel=sequence_parallel)
     parameters = dict(state.model.named_parameters())
     for name, value in values.items():
         fill(parameters[name], value)
@@ -205,3 +213,18 @@ def test_four_ranks(kind: str, made: dict[str, Path], world: Any) -> None:
     samples = rows(model.config.vocab_size)
     reference = weighted_sum(model, samples, 1 / sum(float(s.weights.sum()) for s in samples))
     compare(world(4).run(step, str(path), 4, samples, False, {}, []), reference, BOUND)
+
+
+SLICED = ["llama-biased", "qwen3", "gemma2", "gpt2", "bloom", "falcon-new", "gpt_neox", "qwen3_moe", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("kind", SLICED)
+def test_sequence_parallel_gradients_equal_those_of_plain_transformers(
+    kind: str, made: dict[str, Path], world: Any
+) -> None:
+    bound = FP32_INSIDE.get(kind, BOUND)
+    model = plain_model(made[kind], torch.float64).train()
+    samples = rows(model.config.get_text_config().vocab_size)
+    reference = weighted_sum(model, samples, 1 / sum(float(s.weights.sum()) for s in samples))
+    ranks = world(2).run(step, str(made[kind]), 2, samples, kind in ALONE, {}, [], True)
+    compare(ranks, reference, bound)

@@ -4,7 +4,7 @@ A plan names modules and parameters, each with a style of Transformers ("colwise
 
     colwise_sections    colwise, for a projection whose outputs are several matrices end to end ([q | k | v], or
                         [gate | up]): they are put together, and each rank takes its part of every section
-    norm_of_own_part    replicated, for a norm that sees the own heads only
+    of_own_part         replicated, for a norm or activation that sees the own heads or features only
 
 Our plans are made by structure: a projection to q, k and v, fused or not, with the output projection beside it, and a
 feed-forward pair whose widths fit. What is not recognised stays whole on every rank.
@@ -82,6 +82,7 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
                 _plan_feed_forward(plan, name, module)
         if not any(name.startswith(inside) for name in plan.styles):
             plan.obstacle = "its layers have no attention heads and no feed-forward width that can be dealt to ranks"
+    _mark_activations(plan, modules)
     _plan_vocabulary(plan, model, anatomy)
     return plan
 
@@ -91,6 +92,18 @@ def _set(plan: TensorPlan, name: str, module: nn.Module, style: str) -> None:
     for parameter, _ in module.named_parameters(recurse=False):
         plan.styles[f"{name}.{parameter}"] = style
     plan.styles[name] = style
+
+
+def _mark_activations(plan: TensorPlan, modules: Mapping[str, nn.Module]) -> None:
+    """An activation with weights (xIELU) between a cut and a summed projection sees the own features only."""
+    for name, style in list(plan.styles.items()):
+        parent = modules.get(name.rpartition(".")[0])
+        if style != "rowwise" or name not in modules or parent is None:
+            continue
+        for child, module in parent.named_children():
+            full = f"{name.rpartition('.')[0]}.{child}"
+            if child.startswith("act") and full not in plan.styles and any(True for _ in module.parameters()):
+                _set(plan, full, module, "of_own_part")
 
 
 # -- vocabulary
@@ -204,7 +217,7 @@ def _plan_attention(plan: TensorPlan, name: str, module: nn.Module) -> None:
     for parameter in own:
         plan.styles[f"{name}.{parameter}"] = "colwise"
     for child in norms:
-        _set(plan, f"{name}.{child}", children[child], "norm_of_own_part")
+        _set(plan, f"{name}.{child}", children[child], "of_own_part")
     counted = [*_HEADS, *_WIDTHS, *(("num_key_value_groups",) if shared else (*_KV_HEADS, *_KV_WIDTHS))]
     plan.divided[name] = tuple(key for key in counted if isinstance(getattr(module, key, None), int))
 

@@ -91,13 +91,14 @@ def _sum(x: Tensor, ring: Ring) -> Tensor:
 
 def _slice(x: Tensor, ring: Ring, dim: int) -> Tensor:
     start, stop = ring.span(x.shape[dim])
-    return x.narrow(dim, start, stop - start).contiguous()
+    return _own_memory(x, dim, start, stop)
 
 
 def _join(x: Tensor, ring: Ring, dim: int, size: int) -> Tensor:
     """Slices to the whole. Collectives want equal ones, so short ones travel with padding."""
     parts = funcol.wait_tensor(funcol.all_gather_single(_padded(x, dim, -(-size // ring.size)), 0, ring.group))
-    return torch.cat(parts.chunk(ring.size, 0), dim).narrow(dim, 0, size) if dim else parts.narrow(0, 0, size)
+    whole = torch.cat(parts.chunk(ring.size, 0), dim) if dim else parts
+    return whole if whole.shape[dim] == size else _own_memory(whole, dim, 0, size)
 
 
 def _sum_slice(x: Tensor, ring: Ring, dim: int) -> Tensor:
@@ -106,9 +107,14 @@ def _sum_slice(x: Tensor, ring: Ring, dim: int) -> Tensor:
     part = -(-size // ring.size)
     whole = _padded(x, dim, part * ring.size)
     stacked = torch.cat(whole.chunk(ring.size, dim), 0) if dim else whole
-    own = funcol.wait_tensor(funcol.reduce_scatter_single(stacked.contiguous(), "sum", 0, ring.group))
+    own: Tensor = funcol.wait_tensor(funcol.reduce_scatter_single(stacked.contiguous(), "sum", 0, ring.group))
     start, stop = ring.span(size)
-    return cast(Tensor, own.narrow(dim, 0, stop - start))
+    return own if own.shape[dim] == stop - start else _own_memory(own, dim, 0, stop - start)
+
+
+def _own_memory(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """A slice that is no view: what follows may change it in place."""
+    return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:

@@ -15,18 +15,22 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from luthier.hf.plans import Section
-from luthier.parallel.regions import Ring, cut, enter, gather, gather_partial, leave
+from luthier.parallel.regions import Ring, cut, enter, gather, gather_partial, leave, reduce_cut
 
 COLWISE = frozenset({"colwise", "colwise_rep", "colwise_gather_output", "colwise_sections", "packed_colwise"})
 ROWWISE = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input"})
 EMBEDDINGS = frozenset({"embedding_rowwise", "embedding_colwise"})
-PARTIAL = frozenset({"replicated_with_grad_allreduce", "norm_of_own_part", "sequence_parallel"})
+PARTIAL = frozenset({"replicated_with_grad_allreduce", "of_own_part", "sequence_parallel"})
 """Replicated modules of which each rank sees a part of the use."""
 _CHANGE_HANDS = frozenset({"mla_kv_a_proj", "all_reduce", "moe_tp_experts", "moe_identity_expert"})
 _OTHERS = frozenset({"packed_rowwise", "local_params", "replicate"})
 _CUT_OUTPUT = frozenset({"colwise", "packed_colwise"})
 CHANGES_HANDS = COLWISE | ROWWISE | EMBEDDINGS | _CHANGE_HANDS
 """Styles that do something to a module's input or output."""
+
+
+POSITIONS = 1
+"""The dimension of hidden states [batch, positions, hidden] that sequence parallelism cuts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,8 @@ class Shared:
     """
 
     ring: Ring
+    tokens: int = 0
+    """Positions of the row that is running, of which each rank has a slice under sequence parallelism."""
     _input: Tensor | None = None
     _version: int = -1
     _entered: Tensor | None = None
@@ -120,6 +126,7 @@ class Style:
         sections: of "colwise_sections".
         outputs: the module's whole width, of styles that cut it.
         rope: of "mla_kv_a_proj": how many of the last outputs go to attention directly.
+        entered: under sequence parallelism: the input has been gathered for all in its block, and a sum is cut again.
     """
 
     name: str
@@ -127,15 +134,18 @@ class Style:
     sections: tuple[Section, ...] = ()
     outputs: int = 0
     rope: int = 0
+    entered: bool = False
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = type(module).forward
         ring = self.shared.ring
         match self.name:
             case "colwise" | "colwise_rep" | "colwise_gather_output" | "colwise_sections" | "packed_colwise":
-                return self._output(_project(module, own, self.shared.enter(args[0]), *args[1:], **kwargs))
+                x = args[0] if self.entered else self.shared.enter(args[0])
+                return self._output(_project(module, own, x, *args[1:], **kwargs))
             case "rowwise":
-                return leave(own(module, *args, **kwargs), ring)
+                y = own(module, *args, **kwargs)
+                return reduce_cut(y, ring, POSITIONS) if self.entered else leave(y, ring)
             case "rowwise_rep" | "rowwise_split_input":
                 return leave(own(module, cut(args[0], ring, -1), *args[1:], **kwargs), ring)
             case "embedding_rowwise":

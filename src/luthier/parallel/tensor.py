@@ -9,10 +9,11 @@ the use come back `Partial`, and are summed once a step (`norm.settle`), or by F
 
 from __future__ import annotations
 
+import logging
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +24,22 @@ from luthier.hf.anatomy import describe
 from luthier.hf.linear import linear_shape
 from luthier.hf.plans import TensorPlan, tensor_plan
 from luthier.losses.vocabulary_parallel import VocabularyShard
-from luthier.parallel.regions import Ring
-from luthier.parallel.styles import CHANGES_HANDS, COLWISE, Lie, Shared, Style, is_known, lie, lie_of_adapter
+from luthier.parallel.regions import Ring, cut, gather, gather_partial
+from luthier.parallel.sequence import Slices, sequence_plan
+from luthier.parallel.styles import CHANGES_HANDS, COLWISE, POSITIONS, Lie, Shared, Style, is_known, lie, lie_of_adapter
+
+logger = logging.getLogger(__name__)
 
 
-def shard(model: Any, mesh: DeviceMesh, plan: TensorPlan | None = None, *, leave_alone: Collection[str] = ()) -> None:
+def shard(
+    model: Any,
+    mesh: DeviceMesh,
+    plan: TensorPlan | None = None,
+    *,
+    leave_alone: Collection[str] = (),
+    sequence_parallel: bool = False,
+    runs: Iterable[Sequence[str]] | None = None,
+) -> None:
     """Cut a model in place.
 
     Args:
@@ -35,6 +47,8 @@ def shard(model: Any, mesh: DeviceMesh, plan: TensorPlan | None = None, *, leave
         mesh: the ranks of tp, one-dimensional.
         plan: how; `tensor_plan(model)` when left out.
         leave_alone: full names of modules that are not touched, with all in them: experts that are dealt out whole.
+        sequence_parallel: deal positions between the blocks to the ranks too, where the plan allows it (`sequence`).
+        runs: names of the layers, those of each pipeline stage together; one stage when left out.
     """
     plan = plan or tensor_plan(model)
     ring = Ring.of(mesh)
@@ -42,6 +56,13 @@ def shard(model: Any, mesh: DeviceMesh, plan: TensorPlan | None = None, *, leave
     modules = {n: m for n, m in model.named_modules() if not _within(n, leave_alone)}
     styles = {name: style for name, style in plan.styles.items() if not _within(name, leave_alone)}
     owners = {name: _Hands(shared) for name in _owners(model)}
+    slices = Slices()
+    if sequence_parallel:
+        found = sequence_plan(model, [describe(model).layers] if runs is None else runs, styles)
+        if isinstance(found, Slices):
+            slices = found
+        else:
+            logger.warning("no sequence parallelism: %s", found)
     made: dict[int, nn.Parameter] = {}
     for name, module in modules.items():
         hands = owners.get(next((owner for owner in _prefixes(name) if owner in owners), ""))
@@ -50,21 +71,29 @@ def shard(model: Any, mesh: DeviceMesh, plan: TensorPlan | None = None, *, leave
                 continue
             assert hands is not None, f"{name}.{key} belongs to no part of the model"
             how = _lie(modules, styles, name, key, parameter)
+            if name in slices.local and how.placement.is_replicate():
+                how = Lie(how.placement, partial=True)
             if id(parameter) not in made:
-                cut = distribute_tensor(parameter, mesh, [how.placement], src_data_rank=None)
-                made[id(parameter)] = nn.Parameter(cut, requires_grad=parameter.requires_grad)
+                own = distribute_tensor(parameter, mesh, [how.placement], src_data_rank=None)
+                made[id(parameter)] = nn.Parameter(own, requires_grad=parameter.requires_grad)
             module._parameters[key] = made[id(parameter)]
             hands.parts.append((module, key, how))
     head = describe(model).head
     for name, style in styles.items():
         if (module := modules.get(name)) is not None and style in CHANGES_HANDS:
-            owners.setdefault(name, _Hands(shared)).style = _style(model, module, style, shared, plan, name)
+            applied = _style(model, module, style, shared, plan, name)
+            applied.entered = name in slices.entered
+            owners.setdefault(name, _Hands(shared)).style = applied
     for name, keys in plan.divided.items():
         if name in modules and keys:
             _divide(modules[name], keys, owners.setdefault(name, _Hands(shared)))
+    for name in slices.opens | slices.closes | slices.cut | slices.whole:
+        hands = owners.setdefault(name, _Hands(shared))
+        hands.opens, hands.closes = name in slices.opens, name in slices.closes
+        hands.gathers = "parts" if name in slices.cut else "whole" if name in slices.whole else ""
     for name, hands in owners.items():
         module = model.get_submodule(name)
-        if hands.parts or hands.style is not None or hands.heads:
+        if hands.parts or hands.style is not None or hands.heads or hands.gathers or hands.opens or hands.closes:
             module.tensor_parallel = hands
             module.forward = types.MethodType(_forward, module)
     if head is not None and styles.get(head) == "colwise":
@@ -178,17 +207,53 @@ class _Hands:
         parts: parameters to put in place, of this module and of those in it.
         style: of the module.
         heads: of an attention module that is told how many it has: all of them.
+        opens, closes: the positions are cut before it, put together behind it.
+        gathers: "parts" of a block whose ranks each do a part of the work on all positions, "whole" of one that all
+            run alike, "" of modules that see the own positions, or always see all.
     """
 
     shared: Shared
     parts: list[tuple[nn.Module, str, Lie]] = field(default_factory=list)
     style: Style | None = None
     heads: int = 0
+    opens: bool = False
+    closes: bool = False
+    gathers: Literal["", "parts", "whole"] = ""
+
+    def receive(self, x: Tensor) -> Tensor:
+        """The hidden states that the module is to see."""
+        shared = self.shared
+        if self.opens:
+            shared.tokens = x.shape[POSITIONS]
+            return cut(x, shared.ring, POSITIONS)
+        if self.gathers:
+            return (gather_partial if self.gathers == "parts" else gather)(x, shared.ring, POSITIONS, shared.tokens)
+        return x
+
+    def give(self, y: Tensor) -> Tensor:
+        """The hidden states that the next module is to see."""
+        if self.closes:
+            return gather(y, self.shared.ring, POSITIONS, self.shared.tokens)
+        return cut(y, self.shared.ring, POSITIONS) if self.gathers == "whole" else y
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module that tensor parallelism has a hand in."""
     hands: _Hands = self.tensor_parallel
+    if hands.opens or hands.gathers:
+        if args:
+            args = (hands.receive(args[0]), *args[1:])
+        else:
+            first = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+            kwargs = {**kwargs, first: hands.receive(kwargs[first])}
+    output = _run(self, hands, args, kwargs)
+    if hands.closes or hands.gathers:
+        output = (hands.give(output[0]), *output[1:]) if isinstance(output, tuple) else hands.give(output)
+    return output
+
+
+def _run(self: Any, hands: _Hands, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The module's own forward, local parts in place."""
     if hands.heads:
         kwargs = {key: _own_heads(key, value, hands) for key, value in kwargs.items()}
     if not hands.parts:
