@@ -235,7 +235,15 @@ class _Plan:
             roots = [(stage, stage.layers) for stage in self.stages.stages]
         if mesh.tp is not None:
             alone = [found.name for found in find_experts(model)] if mesh.ep is not None else []
-            tensor.shard(model, mesh.tp, leave_alone=alone)
+            tensor.shard(
+                model,
+                mesh.tp,
+                leave_alone=alone,
+                sequence_parallel=self._parallel.sequence_parallel,
+                runs=None
+                if self.stages is None
+                else [s.roles.layers[s.part.start : s.part.stop] for s in self.stages.stages],
+            )
         dealt = set(expert.shard(model, mesh)) if mesh.ep is not None else set()
         if mesh.cp is not None:
             context.prepare(model, mesh.cp)
