@@ -64,6 +64,16 @@ def dies_once() -> dict[str, Any]:
     return {"loss": float(launch.any_rank(dist.get_rank()))}
 
 
+def hangs() -> dict[str, Any]:
+    """Ranks that hear a signal and do not stop."""
+    signal.signal(signal.SIGINT, lambda *_: print("heard", file=sys.stderr, flush=True))
+    launch.any_rank()
+    if dist.get_rank() == 0:
+        print("at work", file=sys.stderr, flush=True)
+    while True:
+        signal.pause()
+
+
 def loses_a_node() -> dict[str, Any]:
     """The second of two machines is gone at once, launcher and all; the first goes on alone."""
     here = launch.place(os.environ)

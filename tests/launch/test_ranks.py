@@ -112,9 +112,10 @@ def test_on_a_terminal_progress_is_drawn_and_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def at_work(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def at_work(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
     """Two ranks that work until they are stopped."""
-    process = subprocess.Popen(**command(tmp_path, "stops", "--nproc", "2", "--max-restarts", "1"))
+    play = getattr(request, "param", "stops")
+    process = subprocess.Popen(**command(tmp_path, play, "--nproc", "2", "--max-restarts", "1"))
     assert process.stderr is not None
     assert process.stderr.readline() == "at work\n"
     yield process
@@ -130,6 +131,16 @@ def test_a_signal_stops_all_ranks_after_the_same_step(at_work: subprocess.Popen[
     assert out.splitlines()[0].endswith("loss 1.0000")  # all had done as many steps
     assert out.splitlines()[1] == f"stopped by {number.name} and saved; the same command goes on from here"
     assert err == ""
+
+
+@pytest.mark.parametrize("at_work", ["hangs"], indirect=True)
+def test_a_second_interrupt_stops_at_once(at_work: subprocess.Popen[str]) -> None:
+    assert at_work.stderr is not None
+    at_work.send_signal(signal.SIGINT)
+    assert at_work.stderr.readline() == "heard\n"
+    at_work.send_signal(signal.SIGINT)
+    out, err = at_work.communicate()
+    assert (at_work.returncode, out, err) == (130, "", "interrupted\n")
 
 
 def free_port() -> int:
