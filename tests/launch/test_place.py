@@ -13,7 +13,6 @@ TORCHRUN = {
     "RANK": "5",
     "LOCAL_RANK": "1",
     "WORLD_SIZE": "8",
-    "LOCAL_WORLD_SIZE": "4",
     "MASTER_ADDR": "node0",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RESTART_COUNT": "0",
@@ -43,7 +42,12 @@ IN_STEP_PORT = 10_000 + (123456 + 2 * 101) % 20_000
 PLACES = [
     ("a process of its own", {}, None),
     ("torchrun", TORCHRUN, Place(5, 8, 1, ("node0", 29500))),
-    ("torchrun, restarted", {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, Place(5, 8, 1, ("node0", 29500), 2, "2")),
+    ("ranks of this machine", {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, Place(5, 8, 1, ("node0", 29500), local_ranks=4)),
+    (
+        "torchrun, restarted",
+        {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"},
+        Place(5, 8, 1, ("node0", 29500), 2, start="2"),
+    ),
     ("srun", SRUN, Place(5, 8, 1, ("gpu007", IN_STEP_PORT))),
     ("torchrun inside srun", SRUN | TORCHRUN, Place(5, 8, 1, ("node0", 29500))),
     ("our launcher under Kubeflow", TRAINJOB | TORCHRUN, Place(5, 8, 1, ("node0", 29500))),

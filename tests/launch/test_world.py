@@ -79,28 +79,39 @@ def test_a_single_rank_has_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "seen", "expected"), [("cpu", 0, "cpu"), ("cuda", 8, "cuda:5"), ("cuda", 1, "cuda:0")]
+    ("asked", "seen", "local_ranks", "expected"),
+    [("cpu", 0, 8, "cpu"), ("cuda", 8, 8, "cuda:5"), ("cuda", 8, None, "cuda:5"), ("cuda", 1, None, "cuda:0")],
 )
-def test_each_rank_takes_its_own_device(monkeypatch: pytest.MonkeyPatch, asked: str, seen: int, expected: str) -> None:
+def test_each_rank_takes_its_own_device(
+    monkeypatch: pytest.MonkeyPatch, asked: str, seen: int, local_ranks: int | None, expected: str
+) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
-    here = Place(rank=13, ranks=16, local_rank=5, master=("h", 1))
+    here = Place(rank=13, ranks=16, local_rank=5, master=("h", 1), local_ranks=local_ranks)
     assert own_device(torch.device(asked), here) == torch.device(expected)
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("asked", "seen", "sentence"),
     [
-        ("cuda:1", "train.device: cuda:1 is one device, and there are 16 ranks; write cuda and each takes its own"),
+        ("cuda:1", 8, "train.device: cuda:1 is one device, and there are 16 ranks; write cuda and each takes its own"),
         (
             "cuda",
+            4,
             "train.device: rank 13 is number 6 on a machine with 4 cuda devices; start 4 processes on a machine",
+        ),
+        (
+            "cuda",
+            1,
+            "train.device: rank 13 is number 6 on a machine with one cuda device; start one process on a machine",
         ),
     ],
 )
-def test_ranks_without_a_device_are_refused(monkeypatch: pytest.MonkeyPatch, asked: str, sentence: str) -> None:
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+def test_ranks_without_a_device_are_refused(
+    monkeypatch: pytest.MonkeyPatch, asked: str, seen: int, sentence: str
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
     with pytest.raises(ConfigError) as caught:
-        own_device(torch.device(asked), Place(rank=13, ranks=16, local_rank=5, master=("h", 1)))
+        own_device(torch.device(asked), Place(rank=13, ranks=16, local_rank=5, master=("h", 1), local_ranks=8))
     assert str(caught.value) == sentence
 
 

@@ -34,6 +34,7 @@ class Place:
         local_rank: among those of this machine, from 0: the device that is this rank's.
         master: host and port at which rank 0 keeps the store where all meet.
         attempt: how many times the ranks were started before, after a failure or with other nodes.
+        local_ranks: how many this machine has, where whoever started them says so.
         start: what tells the messages of these ranks from those of earlier ones in a store that outlives them.
     """
 
@@ -42,6 +43,7 @@ class Place:
     local_rank: int
     master: tuple[str, int]
     attempt: int = 0
+    local_ranks: int | None = None
     start: str = "0"
 
     def variables(self) -> dict[str, str]:
@@ -83,6 +85,7 @@ def _torchrun(environment: Environment) -> Place | None:
             _number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
             _number(environment, "SLURM_RESTART_COUNT", 0),
         ),
+        local_ranks=_number(environment, "LOCAL_WORLD_SIZE", 0) or None,
         start=environment.get(START) or environment.get("TORCHELASTIC_RESTART_COUNT") or "0",
     )
 

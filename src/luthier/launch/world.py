@@ -122,13 +122,14 @@ def own_device(device: torch.device, here: Place) -> torch.device:
             remedy=f"write {device.type} and each takes its own",
         )
     devices = torch.accelerator.device_count()
-    if devices == 1:  # Slurm can show each rank its own device alone
+    if devices == 1 and here.local_ranks is None:  # Slurm can show each rank its own device alone
         return torch.device(device.type, 0)
     if here.local_rank >= devices:
+        seen = f"one {device.type} device" if devices == 1 else f"{devices} {device.type} devices"
         raise ConfigError(
-            f"rank {here.rank} is number {here.local_rank + 1} on a machine with {devices} {device.type} devices",
+            f"rank {here.rank} is number {here.local_rank + 1} on a machine with {seen}",
             where="train.device",
-            remedy=f"start {devices} processes on a machine",
+            remedy=f"start {'one process' if devices == 1 else f'{devices} processes'} on a machine",
         )
     return torch.device(device.type, here.local_rank)
 
