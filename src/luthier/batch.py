@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+NO_TOKEN = -100
+"""Target of a position that is no token of any document; its weight is 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -55,7 +58,7 @@ class Batch:
     Attributes:
         input_ids: int64 [1, T].
         position_ids: int64 [1, T], starting again from 0 at each document.
-        targets: int64 [1, T], already shifted.
+        targets: int64 [1, T], already shifted; NO_TOKEN at positions that only fill the row up.
         weights: float64 [1, T]; the loss is the sum of weight x (-log p(target)). A recipe divides them by the weight
             of its whole global batch, so that microbatches and ranks just add up.
         cu_seqlens: int32 [documents + 1], where each document begins, and T.
@@ -117,7 +120,7 @@ class Batch:
             self,
             input_ids=torch.cat([self.input_ids, filler], 1),
             position_ids=torch.cat([self.position_ids, torch.arange(missing, device=filler.device)[None]], 1),
-            targets=torch.cat([self.targets, filler], 1),
+            targets=torch.cat([self.targets, torch.full_like(filler, NO_TOKEN)], 1),
             weights=torch.cat([self.weights, self.weights.new_zeros(1, missing)], 1),
             cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + missing]),
             origins=(*self.origins, ""),

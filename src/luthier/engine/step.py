@@ -125,7 +125,7 @@ def _score(
     if chosen.numel() == 0:  # whoever shares weights has to take part in every collective, so with a position that
         chosen = chosen.new_zeros(1)  # counts nothing
     hidden = hidden[chosen]  # [n, hidden]
-    targets = row.targets[0, chosen]  # [n]
+    targets = row.targets[0, chosen].clamp(min=0)  # [n]
     if loss is None:
         # The coefficients are known, so the head makes its gradient in the forward pass.
         value, logprobs = state.head.cross_entropy(hidden, targets, weights[chosen])
