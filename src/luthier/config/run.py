@@ -15,6 +15,7 @@ from luthier.config.sections import (
     EvaluationConfig,
     GenerationConfig,
     LoraConfig,
+    MoeConfig,
     OptimizerConfig,
     ParallelConfig,
     PathText,
@@ -45,6 +46,7 @@ class RunConfig(Section):
     schedule: ScheduleConfig = Field(default_factory=ConstantSchedule)
     train: TrainConfig = Field(default_factory=TrainConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    moe: MoeConfig = Field(default_factory=MoeConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     generation: GenerationConfig = Field(default_factory=GenerationConfig)

@@ -133,7 +133,7 @@ class LoraConfig(Section):
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
     target: Annotated[list[str], BeforeValidator(_one_or_many), Field(min_length=1)] = ["attn", "mlp"]
-    """Roles (attn, mlp, experts alone, unembed), all-linear, module names (q_proj), or regular expressions on full names."""
+    """Roles (attn, mlp, experts alone, unembed), all-linear, module names (q_proj), or patterns of full names."""
     train_modules: Annotated[list[str], BeforeValidator(_one_or_many)] = []
     """Modules trained in full beside the adapters, by name or regular expression."""
     dtype: Literal["fp32", "bf16"] | None = None
@@ -329,6 +329,17 @@ class ParallelConfig(Section):
     """Order of the pipeline's work."""
     stages_per_rank: PositiveInt | None = None
     """Stages that each rank holds under the interleaved schedules; 2 when left out."""
+
+
+class MoeConfig(Section):
+    """How the experts of a mixture are kept equally busy. Both ways count over the whole global batch."""
+
+    aux_loss: NonNegativeFloat | None = None
+    """Coefficient of the model's own load-balancing loss, 0 for none; left out it is added as Transformers does: with
+    router_aux_loss_coef of the model's config where that sets output_router_logits."""
+    bias_update_rate: PositiveFloat | None = None
+    """Move the bias of each expert this far towards balance after every step, as DeepSeek-V3 does (Wang et al. 2024,
+    https://arxiv.org/abs/2408.15664)."""
 
 
 class CheckpointConfig(Section):

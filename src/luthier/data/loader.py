@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from luthier.batch import Batch, Sample
+from luthier.batch import NO_TOKEN, Batch, Sample
 from luthier.config.sections import DataConfig, TrainConfig
 from luthier.data.packing import best_fit, deal, microbatches
 from luthier.data.rows import Rows, build_rows
@@ -249,8 +249,7 @@ def pack(samples: Sequence[Sample]) -> Batch:
     """A microbatch; without samples one of a single position of weight 0, for a rank that has to take part in it."""
     if samples:
         return Batch.pack(samples)
-    nothing = np.zeros(1, np.int64)
-    return Batch.pack([Sample(nothing, nothing, np.zeros(1, np.float32))])
+    return Batch.pack([Sample(np.zeros(1, np.int64), np.full(1, NO_TOKEN), np.zeros(1, np.float32))])
 
 
 def iterate_once(

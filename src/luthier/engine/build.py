@@ -17,14 +17,14 @@ from typing import Any, Literal
 import torch
 
 from luthier.adapters import LoraReport, apply_lora, finish_lora, is_adapter_weight
-from luthier.config import LoraConfig, OptimizerConfig, ParallelConfig
+from luthier.config import LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig
+from luthier.engine.balance import Balance
 from luthier.engine.logprobs import Head
 from luthier.engine.network import Network
 from luthier.engine.state import TrainState
 from luthier.errors import ConfigError
 from luthier.hf.allocator import bound_kernel_cache, tune_allocator
 from luthier.hf.anatomy import Anatomy, describe
-from luthier.hf.experts import find_experts
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import let_mask_itself, masks_itself, packing_is_exact
 from luthier.hf.head import HeadInfo, linear_head
@@ -101,6 +101,7 @@ def build_network(
     compile_layers: bool = False,
     mesh: Mesh | None = None,
     parallel: ParallelConfig | None = None,
+    moe: MoeConfig | None = None,
 ) -> Network:
     """A model with its weights and, where asked for, adapters in place; only what trains requires gradients.
 
@@ -117,12 +118,13 @@ def build_network(
         compile_layers: torch.compile, layer by layer.
         mesh: of a run on several ranks, all of which call this.
         parallel: how the mesh is used; its degrees are the mesh's.
+        moe: how experts are kept busy while the model trains.
 
     Raises:
         ConfigError: the model cannot be laid out so.
     """
     bound_kernel_cache()
-    plan = _Plan(adapter, seed, activation_checkpointing, compile_layers, mesh, parallel or ParallelConfig())
+    plan = _Plan(adapter, seed, activation_checkpointing, compile_layers, mesh, parallel or ParallelConfig(), moe)
     model = load_model(
         source,
         dtype=DTYPES[choose_precision(precision, device)],
@@ -152,6 +154,7 @@ def build_network(
         if mesh.cp is not None and masks_itself(model):
             what = f"{type(model).__name__} works on its attention masks itself, for positions that other ranks hold"
             raise ConfigError(what, where="parallel.cp", remedy="set it to 1, and dp_shard higher")
+    rate = moe.bias_update_rate if moe is not None else None
     padded = device.type == "cpu" and model.dtype != torch.float64 and not packing_fault
     return Network(
         model=model,
@@ -165,6 +168,7 @@ def build_network(
         row_multiple=_CPU_ROWS if padded else 1,
         packing_fault=packing_fault,
         limits=plan.limits,
+        balance=Balance(model, plan.auxiliary, rate, mesh) if plan.auxiliary or rate else None,
         parameters=plan.parameters,
     )
 
@@ -198,6 +202,7 @@ class _Plan:
     outline: Any = None
     parameters: int
     stages: Cut | None = None
+    auxiliary: float = 0.0
 
     def __init__(
         self,
@@ -207,8 +212,9 @@ class _Plan:
         compile_layers: bool,
         mesh: Mesh | None,
         parallel: ParallelConfig,
+        moe: MoeConfig | None,
     ) -> None:
-        self._adapter, self._seed, self._mesh, self._parallel = adapter, seed, mesh, parallel
+        self._adapter, self._seed, self._mesh, self._parallel, self._moe = adapter, seed, mesh, parallel, moe
         self._checkpointing, self._compile = activation_checkpointing, compile_layers
 
     def lay_out(self, model: Any) -> None:
@@ -217,6 +223,8 @@ class _Plan:
         self.anatomy, self.limits, self.head = describe(model), limits_of(model), linear_head(model)
         tied = set(model.all_tied_weights_keys)
         self.parameters = sum(p.numel() for name, p in model.named_parameters() if name not in tied)
+        if self._moe is not None:
+            self.auxiliary = Balance.coefficient_of(model, self._moe, adapted=self._adapter is not None)
         if self._mesh is not None:
             self.outline = copy.deepcopy(model)
             if self._mesh.device.type == "cpu":
@@ -234,17 +242,16 @@ class _Plan:
             layers = self.stages.layers
             roots = [(stage, stage.layers) for stage in self.stages.stages]
         if mesh.tp is not None:
-            alone = [found.name for found in find_experts(model)] if mesh.ep is not None else []
             tensor.shard(
                 model,
                 mesh.tp,
-                leave_alone=alone,
+                leave_alone=[group.name for group in expert.dealt_whole(model, mesh)],
                 sequence_parallel=self._parallel.sequence_parallel,
                 runs=None
                 if self.stages is None
                 else [s.roles.layers[s.part.start : s.part.stop] for s in self.stages.stages],
             )
-        dealt = set(expert.shard(model, mesh)) if mesh.ep is not None else set()
+        dealt = set(expert.shard(model, mesh))
         if mesh.cp is not None:
             context.prepare(model, mesh.cp)
         _recompute_and_compile(model, layers, self._checkpointing, self._compile)
@@ -285,6 +292,7 @@ def build_state(
     compile_layers: bool = False,
     mesh: Mesh | None = None,
     parallel: ParallelConfig | None = None,
+    moe: MoeConfig | None = None,
 ) -> TrainState:
     """A model and its optimizer, ready for the first step. Arguments as of `build_network` and of the YAML."""
     network = build_network(
@@ -300,6 +308,7 @@ def build_state(
         compile_layers=compile_layers,
         mesh=mesh,
         parallel=parallel,
+        moe=moe or MoeConfig(),
     )
     model = network.model
     model.train()

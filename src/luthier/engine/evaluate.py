@@ -80,7 +80,7 @@ def _score(network: Network, hidden: torch.Tensor, row: Batch, batch: Batch) -> 
     if chosen.numel():
         values[chosen] = head.logprobs(hidden[chosen], row.targets[0, chosen])
     elif network.mesh is not None:  # its weights are everybody's: take part
-        head.logprobs(hidden[:1], row.targets[0, :1])
+        head.logprobs(hidden[:1], row.targets[0, :1].clamp(min=0))
     return whole(network, values, batch)
 
 

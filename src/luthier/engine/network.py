@@ -13,6 +13,7 @@ from luthier.parallel import context
 
 if TYPE_CHECKING:
     from luthier.adapters import LoraReport
+    from luthier.engine.balance import Balance
     from luthier.engine.logprobs import Head
     from luthier.hf.limits import Limits
     from luthier.hf.source import ModelSource
@@ -43,6 +44,8 @@ class Network:
     """Why several documents cannot stand in one microbatch of this architecture; empty where they can."""
     limits: Limits | None = None
     """Which ids and how long rows the model can read; None = not known, so not checked."""
+    balance: Balance | None = None
+    """Keeps experts equally busy; None where nothing is to be done about it."""
     parameters: int = 0
     """Of the whole model, tied ones once."""
 

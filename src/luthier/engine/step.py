@@ -82,16 +82,40 @@ def forward_backward_all(
     for batch in batches:
         require_readable(state, batch)
     here = [batch.to(state.device) for batch in batches]
+    if state.balance is None:
+        return _run(state, here, loss)
+    at_once = state.pipeline is None and len(here) == 1  # all forward passes are over when the first goes backward
+    if not at_once and state.balance.coefficient:
+        with state.balance.counting():
+            _count(state, here)
+    with state.balance.training(counts=at_once):
+        return _run(state, here, loss)
+
+
+def _run(state: TrainState, batches: list[Batch], loss: LossFunction | None) -> list[ForwardBackward]:
     if state.pipeline is not None:
-        return _through_stages(state, state.pipeline, here, loss)
-    return [_forward_backward(state, batch, loss) for batch in here]
+        return _through_stages(state, state.pipeline, batches, loss)
+    return [_forward_backward(state, batch, loss) for batch in batches]
+
+
+def _count(state: TrainState, batches: list[Batch]) -> None:
+    """Run the layers alone, for what is seen of their routers on the way."""
+    rows = [held(state, batch.padded(state.row_multiple)) for batch in batches]
+    if state.pipeline is None:
+        for row in rows:
+            within(state.model, hidden_states, state.model, row)
+    else:
+        nothing = torch.zeros(1, dtype=state.head.dtype, device=state.device)
+        state.pipeline.forward(rows, lambda hidden, row, number: (nothing.squeeze(0), nothing))
 
 
 def _forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None) -> ForwardBackward:
-    if state.mesh is None and not batch.weights.any():
+    if state.mesh is None and state.balance is None and not batch.weights.any():
         zero = torch.zeros((), dtype=state.head.dtype, device=state.device)
         return ForwardBackward(zero, torch.zeros(batch.tokens, dtype=state.head.dtype, device=state.device))
     value, logprobs = within(state.model, _loss, state, batch, loss)
+    if state.balance is not None and state.balance.counts:
+        state.balance.settle()
     value.backward()
     return ForwardBackward(value.detach(), logprobs.detach())
 
@@ -172,6 +196,8 @@ def optim_step(
     else:
         bad = first_bad_gradient(trainable)
         state.counters.skipped_steps += 1
+    if state.balance is not None:
+        state.balance.move_biases(applied=finite)
     state.optimizer.zero_grad(set_to_none=True)
     state.counters.step += 1
     return OptimStep(float(norm), finite, bad)

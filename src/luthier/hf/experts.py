@@ -46,6 +46,11 @@ class Experts:
     transposed: bool | None
 
     @property
+    def adapted(self) -> bool:
+        """Whether it carries adapters."""
+        return any(".lora_" in key for key in self.sliced)
+
+    @property
     def matrices(self) -> tuple[str, ...]:
         """Names of the parameters that hold one matrix an expert, as Transformers' own forwards of experts read them:
         gate and up in one, then down. None where it is not said how they lie."""

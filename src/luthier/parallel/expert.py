@@ -41,28 +41,37 @@ def refusal(model: nn.Module, degree: int) -> str | None:
     return None
 
 
+def dealt_whole(model: nn.Module, mesh: Mesh) -> list[Experts]:
+    """The experts that `shard` deals out, so that tensor parallelism must not cut them: with `ep` all. Without, those
+    that carry adapters, over the ranks of tp where their number allows it: no matrix of an expert's adapter is cut."""
+    return [group for group in find_experts(model) if mesh.ep is not None or (mesh.tp is not None and group.adapted)]
+
+
 def shard(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
-    """Deal the experts of a model on meta to the ranks of `mesh.ep`, in place, and let tokens travel.
+    """Deal the experts of a model on meta to ranks, in place, and let tokens travel.
 
     Args:
-        model: adapters in place; nothing else has cut its experts.
-        mesh: with `ep`; its `tp` ranks lie within one group of ep.
+        model: adapters in place; nothing has cut those of its experts that `dealt_whole` names.
+        mesh: its `tp` ranks lie within one group of ep.
 
     Returns:
-        the modules of experts, whose weights FSDP shards over `mesh.efsdp` and no other mesh.
+        the modules whose weights FSDP shards over `mesh.efsdp` and no other mesh.
     """
-    assert mesh.ep is not None
+    ring = mesh.ep or mesh.tp
     modules = []
-    for group in find_experts(model):
+    for group in dealt_whole(model, mesh):
+        assert ring is not None
+        if group.count % ring.size():
+            continue  # each rank of tp keeps them whole
         module = model.get_submodule(group.name)
         for key in (*group.sliced, *group.shared):
-            _distribute(module, key, mesh.ep, Shard(0) if key in group.sliced else Replicate())
+            _distribute(module, key, ring, Shard(0) if key in group.sliced else Replicate())
         if hasattr(module, "num_experts"):
-            module.num_experts = group.count // mesh.ep.size()  # type: ignore[assignment]
-        exchange = _Exchange(module, group, mesh.ep, mesh.tp)
+            module.num_experts = group.count // ring.size()  # type: ignore[assignment]
+        exchange = _Exchange(module, group, ring, mesh.tp)
         module.forward = getattr(exchange, group.call)
         modules.append(module)
-    return modules
+    return modules if mesh.ep is not None else []
 
 
 def _distribute(module: nn.Module, key: str, mesh: DeviceMesh, placement: Placement) -> None:

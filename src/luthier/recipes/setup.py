@@ -100,6 +100,7 @@ def state_of(config: RunConfig, device: torch.device, mesh: Mesh | None = None) 
         compile_layers=config.train.compile,
         mesh=mesh,
         parallel=config.parallel,
+        moe=config.moe,
     )
 
 

@@ -110,7 +110,10 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
         if config.train.on_non_finite == "stop" or hopeless:
             raise error
         logger.warning("step skipped: %s", error)
-    return {"loss": loss, "gradient_norm": update.gradient_norm, "learning_rate": rate * config.optimizer.learning_rate}
+    measured = {"loss": loss, "gradient_norm": update.gradient_norm}
+    if state.balance is not None and state.balance.coefficient:
+        measured["aux_loss"] = state.balance.auxiliary
+    return {**measured, "learning_rate": rate * config.optimizer.learning_rate}
 
 
 def measure(run: Run) -> Evaluation:

@@ -17,6 +17,7 @@ METRICS: dict[str, Metric] = {
     "step": Metric("steps", "optimizer steps so far, skipped ones included; the first row is step 1"),
     "epoch": Metric("passes", "passes through the training rows so far"),
     "loss": Metric("nats a token", "sum of weighted token losses / sum of weights over this step's global batch"),
+    "aux_loss": Metric("", "load-balancing loss of the experts over this step's global batch, before its coefficient"),
     "gradient_norm": Metric("", "2-norm of all gradients together, before clipping"),
     "learning_rate": Metric("", "what this step was taken with"),
     "rows": Metric("rows", "trained on so far"),
