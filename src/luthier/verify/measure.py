@@ -116,6 +116,7 @@ class Subject:
             negligible: as of `compare`.
         """
         state, mesh = self.state, self.mesh
+        state.model.eval()  # as the reference: dropout and noise in routers cannot be compared
         losses, norms, worst = [], [], None
         for number, documents in enumerate(steps, 1):
             batches = self._own(documents)

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -63,6 +63,7 @@ def run(
     output: str,
     adapter: Mapping[str, Any] | None = None,
     device: str = "cpu",
+    rounded: bool = False,
 ) -> dict[str, Any]:
     """Train a few steps of plain gradient descent.
 
@@ -78,6 +79,8 @@ def run(
             and of new ones "rank", "alpha", "rslora", "modules" and "parameters" to adapt (full names of linear
             modules, and of weights of fused experts), "trained" modules to train whole; both matrices are random.
         device: where to compute.
+        rounded: round the weights to fp32 first; how far that leads tells what a model that computes in fp32 inside
+            cannot say of its gradients.
 
     Returns:
         "losses" and "norms" of the steps; "narrow": whether the model computes in fp32 inside, whatever it is told;
@@ -85,6 +88,10 @@ def run(
     """
     plain = _load(model, precision, device)
     trained = plain if adapter is None else _adapted(plain, adapter)
+    if rounded:
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.copy_(parameter.float())
     losses, norms, narrow = [], [], False
     for number, documents in enumerate(steps, 1):
         trained.zero_grad(set_to_none=True)
@@ -135,7 +142,14 @@ def reload(export: str, precision: str, output: str, adapter_of: Mapping[str, An
         base = _load(adapter_of, precision, "cpu")
         opened = PeftModel.from_pretrained(base, export, is_trainable=True, autocast_adapter_dtype=False)
         trained = opened
-        named = {name: p for name, p in opened.named_parameters() if p.requires_grad}
+        # The file's own values: there are types (laguna) whose adapters PEFT gives other names when it reads them than
+        # when it writes them, so that it cannot open its own files.
+        file = load_file(Path(export) / "adapter_model.safetensors")
+        named = {}
+        for name, parameter in opened.named_parameters():
+            if parameter.requires_grad:
+                key = name.replace(".default.", ".").replace(".modules_to_save.", ".")
+                named[name] = file[key].to(parameter.dtype) if key in file else parameter
     return {"names": _write(trained, named, Path(output))}
 
 

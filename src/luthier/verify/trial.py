@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +15,15 @@ from luthier.errors import UserError
 from luthier.hf.linear import linear_shape
 from luthier.hf.load import build_on_meta, model_class
 from luthier.hf.source import load_config, resolve
+from luthier.verify.compare import compare
 from luthier.verify.group import Failed, Group, Refused
+from luthier.verify.measure import TensorFile
 
 LEARNING_RATE, MAX_GRADIENT_NORM = 0.1, 1.0
 """Plain gradient descent: Adam would blow up rounding errors where a gradient is zero in exact arithmetic."""
+
+_NOISE_BOUND = 1e-4
+"""What is further off than this is wrong, whatever a model computes in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +211,41 @@ class Trial:
         except Failed as error:
             return Cell(name, "failed", str(error), error.trace, bounds=bounds)
         fault = _fault(measured, export, bounds)
+        if fault and expected["narrow"] and bounds.gradient < measured["gradients"]["worst"] < _NOISE_BOUND:
+            bounds = self._loosened(bounds, lora)
+            fault = _fault(measured, export, bounds)
         return Cell(name, "wrong" if fault else "right", fault, "", measured, export, bounds)
+
+    def _loosened(self, bounds: Bounds, lora: bool) -> Bounds:
+        """Bounds of a model that computes in fp32 inside: no gradient is held to more than what rounding the weights
+        to fp32 leaves of it in the reference itself, where differences of large numbers lose digits."""
+        expected = self.expected(lora)
+        if "noise" not in expected:
+            output = self._scratch / "rounded"
+            shutil.rmtree(output, ignore_errors=True)
+            output.mkdir()
+            adapter = {"directory": expected["adapter"]} if lora else None
+            self._reference.call(
+                "run",
+                model=self._model,
+                steps=self._steps,
+                precision=expected["precision"],
+                learning_rate=LEARNING_RATE,
+                max_gradient_norm=MAX_GRADIENT_NORM,
+                output=str(output),
+                adapter=adapter,
+                device=self._device,
+                rounded=True,
+            )
+            worst = 0.0
+            for number in range(1, len(self._steps) + 1):
+                exact = TensorFile(Path(expected["output"]) / f"gradients-{number}.safetensors")
+                moved = TensorFile(output / f"gradients-{number}.safetensors")
+                held = {name: (value, value) for name, value in moved.items()}
+                found = compare(held, exact, negligible=bounds.negligible, everywhere=False)
+                worst = max(worst, found.worst)
+            expected["noise"] = worst
+        return replace(bounds, gradient=min(_NOISE_BOUND, max(bounds.gradient, expected["noise"])))
 
     def _round_trip(self, group: Group, precision: str, lora: bool) -> dict[str, Any]:
         file = str(self._scratch / "reloaded.safetensors")
@@ -233,8 +272,9 @@ class Trial:
         trained = resolve_modules(model, lora.train_modules)
         names = resolve_targets(model, lora.target, without=trained)
         shapes = {name: linear_shape(modules[name]) for name in names if name in modules}
-        # PEFT adapts no layer that computes in a way of its own
+        # PEFT adapts no layer that computes in a way of its own, and mixers of Mamba read one's weight without calling it
         names = [name for name in names if (shape := shapes.get(name)) is None or shape.plain]
+        names = [name for name in names if not name.endswith(".dt_proj")]
         return {
             "directory": str(output / "adapter"),
             "rank": lora.rank,
