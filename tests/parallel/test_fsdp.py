@@ -89,12 +89,13 @@ def test_adapters_equal_peft(world: Any, models: dict[str, Path], kind: str) -> 
     check(results, expected, 1e-10)
 
 
-def test_random_weights_are_those_of_one_process(world: Any) -> None:
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])  # gemma2 ties its head
+def test_random_weights_are_those_of_one_process(world: Any, kind: str) -> None:
     from luthier.hf.load import load_model
     from luthier.hf.source import resolve
 
-    one = dict(load_model(resolve("debug:qwen3"), seed=3).named_parameters())
-    for weights in world(2).run(initial, "debug:qwen3", {"dp_shard": 2}, seed=3):
+    one = dict(load_model(resolve(f"debug:{kind}"), seed=3).named_parameters())
+    for weights in world(2).run(initial, f"debug:{kind}", {"dp_shard": 2}, seed=3):
         assert weights.keys() == one.keys()
         assert all(torch.equal(value, one[name]) for name, value in weights.items())
 

@@ -210,6 +210,9 @@ def _hooked(base: type[PreTrainedModel], loading: _Loading) -> type[PreTrainedMo
             _untie_what_differs(model, loading.weights)
         if loading.prepare is not None:
             loading.prepare(model)
+            # FSDP makes a class of its own, which Transformers would take for code that is not its own: it would leave
+            # a tied embedding without memory, and initialise otherwise.
+            type(model).__module__ = base.__module__
         loading.trainable = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
         return model
 
