@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -43,6 +43,7 @@ class _Watched:
 
     calls: list[str] = field(default_factory=list)
     outputs: int = 0
+    dtype: torch.dtype = torch.float32
 
 
 def refusal(model: Any, degree: int, stages_per_rank: int = 1) -> str | None:
@@ -75,12 +76,12 @@ def roles_of(model: Any) -> Roles:
     anatomy = describe(model)
     kind: Any = type(model)
     kind = getattr(sys.modules[kind.__module__], kind.__name__, kind)  # of a class that loading derives, the base
-    small = _tried(kind, _Hashed(model.config))
+    small = _tried(kind, _Hashed(model.config), model.dtype)
     outside = set(small.before) | set(small.after)
     missing = [name for name in _with_weights(model, anatomy.layers) if name not in outside]
     if missing:
         raise _Fault(f"a small model of its kind does not have its {missing[0]}")
-    return Roles(small.before, anatomy.layers, small.after, small.outputs)
+    return Roles(small.before, anatomy.layers, small.after, small.outputs, small.dtype)
 
 
 class _Hashed:
@@ -98,7 +99,7 @@ class _Hashed:
 
 
 @lru_cache(maxsize=8)
-def _tried(cls: type[Any], hashed: _Hashed) -> Roles:
+def _tried(cls: type[Any], hashed: _Hashed, dtype: torch.dtype) -> Roles:
     """Roles of the modules of a small model, which has been cut for trial."""
     with torch.random.fork_rng(devices=[]), quiet(), torch.enable_grad():
         torch.manual_seed(0)
@@ -107,6 +108,10 @@ def _tried(cls: type[Any], hashed: _Hashed) -> Roles:
         unused = copy.deepcopy(model)  # some keep a state once they have run
         roles = _watch(model, batch)
         _try_cut(model, unused, roles, batch)
+        if dtype != torch.float32:  # some hand on fp32 whatever their weights are
+            if dtype == torch.float64 and cls._can_set_experts_implementation():
+                unused.set_experts_implementation("eager")  # grouped matrix products refuse float64
+            roles = replace(roles, dtype=_watch(unused.to(dtype), batch).dtype)
     return roles
 
 
@@ -158,7 +163,8 @@ def _watch(model: Any, batch: Batch) -> Roles:
     if early & set(watched.calls[last:]):
         raise _Fault("a module runs before its layers and again after them")
     before = tuple(name for name in outside if name in early)
-    return Roles(before, layers, tuple(name for name in outside if name not in early), watched.outputs)
+    after = tuple(name for name in outside if name not in early)
+    return Roles(before, layers, after, watched.outputs, watched.dtype)
 
 
 @contextmanager
@@ -174,10 +180,12 @@ def _hooks(model: Any, names: list[str], layers: tuple[str, ...], watched: _Watc
     def returned(module: nn.Module, args: Any, output: Any) -> None:
         several = isinstance(output, tuple | list)
         hidden = output[0] if several else output
-        if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or hidden.shape[:2] != (1, _TOKENS):
+        if not isinstance(hidden, torch.Tensor) or hidden.shape != (1, _TOKENS, width):
             raise _Fault("what its layers hand on is not one row of hidden states")
+        watched.dtype = hidden.dtype
         watched.outputs = len(output) if several else 0
 
+    width = model.config.get_text_config().hidden_size
     handles = [model.get_submodule(name).register_forward_pre_hook(called(name), with_kwargs=True) for name in names]
     handles += [model.get_submodule(name).register_forward_hook(returned) for name in layers]
     try:

@@ -24,7 +24,7 @@ from luthier.batch import NO_TOKEN, Batch, Sample
 from luthier.hf.gather import reshard
 from luthier.parallel.balance import balance, costs
 from luthier.parallel.cuttable import roles_of
-from luthier.parallel.programs import PROGRAMS, Program
+from luthier.parallel.programs import PROGRAMS, Program, stages_of
 from luthier.parallel.stages import Part, Roles, copies, remove_others, run
 
 Score = Callable[[torch.Tensor, Batch, int], tuple[torch.Tensor, torch.Tensor]]
@@ -83,6 +83,7 @@ class Stage(nn.Module):
         batch = self.work.batches[number]
         hidden = run(self.model, self.roles, self.part, self.stand_ins, batch, None if self.part.is_first else received)
         if not self.part.is_last:
+            assert hidden.dtype == self.roles.dtype, f"{hidden.dtype} is handed on, {self.roles.dtype} expected"
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 hidden = hidden.detach().requires_grad_(True)  # all before is frozen, yet a gradient is sent here
             return hidden.contiguous()
@@ -104,6 +105,7 @@ class Cut:
         layers: names of this rank's layers.
         copies: names of weights that an earlier stage owns and this rank has a copy of (a tied embedding): not counted
             in the norm, not exported.
+        dtype: of the hidden states that stages hand on.
         tied: names of weights that the first and the last stage both have, on different ranks, whose gradients are
             summed over both (`Pipeline.settle`); the same on every rank.
     """
@@ -114,6 +116,7 @@ class Cut:
     stages: tuple[Stage, ...]
     layers: tuple[str, ...]
     copies: frozenset[str]
+    dtype: torch.dtype
     tied: tuple[str, ...]
     work: _Work
 
@@ -126,9 +129,12 @@ def cut(model: Any, mesh: DeviceMesh, *, schedule: str = "1f1b", stages_per_rank
         mesh: the ranks of the pipeline, one-dimensional.
         schedule: a name of `programs.PROGRAMS`.
         stages_per_rank: for schedules that leave the choice.
+
+    Raises:
+        ConfigError: the schedule takes another number of stages.
     """
     program = PROGRAMS[schedule]
-    each = stages_per_rank or program.stages_per_rank
+    each = stages_of(schedule, stages_per_rank)
     roles = roles_of(model)
     parts = balance(*costs(model, roles), stages=mesh.size() * each)
     ranks = program.ranks_of_stages(mesh.size(), each)
@@ -143,7 +149,7 @@ def cut(model: Any, mesh: DeviceMesh, *, schedule: str = "1f1b", stages_per_rank
         names = [name for name in stand_ins if name in part.owned(roles) or name in beside]
         stages.append(Stage(model, roles, part, stand_ins, names, work))
     layers = tuple(name for part in mine for name in roles.layers[part.start : part.stop])
-    return Cut(program, parts, ranks, tuple(stages), layers, spare, tied, work)
+    return Cut(program, parts, ranks, tuple(stages), layers, spare, roles.dtype, tied, work)
 
 
 def _tied(model: Any, roles: Roles) -> tuple[str, ...]:
@@ -166,7 +172,7 @@ class Pipeline:
         cut: what `cut` returned.
         mesh: the ranks of the pipeline.
         device: of this rank.
-        dtype: of hidden states.
+        dtype: of the model's weights.
         width: size of hidden states.
         positions: how many positions of a batch each rank has the hidden states of; all of them when left out.
     """
@@ -246,7 +252,7 @@ class Pipeline:
                         received = handed[part.index - 1][number]
                     elif not part.is_first:
                         shape = (1, self._positions(batch), self._width)
-                        received = torch.empty(shape, dtype=self._dtype, device=self._device)
+                        received = torch.empty(shape, dtype=cut.dtype, device=self._device)
                         dist.recv(received, group=self._group, group_src=cut.ranks[part.index - 1])
                     output = stage(received, microbatch=torch.tensor([number]))
                     if not part.is_last and cut.ranks[part.index + 1] != self._rank:
@@ -268,7 +274,8 @@ class Pipeline:
         ranks that share its stages call it together."""
         ids = np.array([0, 1, 0])
         batch = Batch.pack([Sample.from_ids(ids, np.ones(3))]).to(self._device)
-        received = torch.zeros(1, self._positions(batch), self._width, dtype=self._dtype, device=self._device)
+        shape = (1, self._positions(batch), self._width)
+        received = torch.zeros(shape, dtype=self._cut.dtype, device=self._device)
         with self._working_on([batch], lambda hidden, batch, number: (hidden.sum(), hidden)):
             for stage in self._cut.stages:
                 stage(received, microbatch=torch.zeros(1, dtype=torch.int64))
@@ -313,7 +320,7 @@ class Pipeline:
         if self._built is None or self._built[0] != (count, positions):
             cut = self._cut
             # told rather than found out, since torch would run a microbatch to find out
-            hidden = torch.empty(1, positions, self._width, dtype=self._dtype, device="meta", requires_grad=True)
+            hidden = torch.empty(1, positions, self._width, dtype=cut.dtype, device="meta", requires_grad=True)
             number = torch.empty(1, dtype=torch.int64, device="meta")
             loss = torch.empty((), dtype=self._dtype, device="meta", requires_grad=True)
             stages = [

@@ -28,6 +28,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from luthier.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -88,3 +90,28 @@ PROGRAMS = {
     "zero_bubble_v": Program(ScheduleZBVZeroBubble, 2, fixed=True, folded=True, splits_backward=True),
     "dualpipe_v": Program(ScheduleDualPipeV, 2, fixed=True, folded=True, splits_backward=True),
 }
+
+
+def stages_of(schedule: str, stages_per_rank: int | None) -> int:
+    """How many stages each rank holds.
+
+    Args:
+        schedule: a name of `PROGRAMS`.
+        stages_per_rank: asked for; None for what suits the schedule.
+
+    Raises:
+        ConfigError: the schedule takes another number.
+    """
+    program = PROGRAMS[schedule]
+    if stages_per_rank is not None and program.fixed and stages_per_rank != program.stages_per_rank:
+        free = " or ".join(name for name, other in PROGRAMS.items() if not other.fixed)
+        raise ConfigError(
+            f"{schedule} has {_said(program.stages_per_rank)} a rank, not {stages_per_rank}",
+            where="parallel.stages_per_rank",
+            remedy=f"leave it out, or set pipeline_schedule to {free}",
+        )
+    return stages_per_rank or program.stages_per_rank
+
+
+def _said(stages: int) -> str:
+    return "1 stage" if stages == 1 else f"{stages} stages"

@@ -30,12 +30,14 @@ class Roles:
         layers: run one after another, in this order.
         after: run after the layers, or not at all by the backbone (final norm, head).
         outputs: how many values a layer returns in a tuple; 0 where it returns the hidden states themselves.
+        dtype: of the hidden states between layers.
     """
 
     before: tuple[str, ...]
     layers: tuple[str, ...]
     after: tuple[str, ...]
     outputs: int = 0
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
