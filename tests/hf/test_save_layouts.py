@@ -75,7 +75,7 @@ CASES = [
     ("qwen3", None, 4, [FSDP, TP_FSDP, PP_FSDP, {"dp_replicate": 2, "dp_shard": 2}]),
     ("llama", LORA, 4, [TP_FSDP, PP_FSDP]),
     ("llama", UNTYING, 4, [TP_FSDP, PP_FSDP]),
-    ("llama", WHOLE, 4, [FSDP, PP_FSDP]),
+    ("llama", WHOLE, 4, [FSDP]),
     ("gpt2", LORA, 2, [{"dp_shard": 2}, {"pp": 2}]),
     ("phi3", LORA, 4, [TP_FSDP]),
     ("mixtral", None, 4, [EP, TP_FSDP, {"pp": 2, "ep": 2, "dp_shard": 2}]),

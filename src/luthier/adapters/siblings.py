@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from luthier.errors import ConfigError
+from luthier.hf.gather import reshard
 
 if TYPE_CHECKING:
     from luthier.adapters.layer import LoraLayer
@@ -139,6 +140,7 @@ def _watch(model: Any, layers: Mapping[str, nn.Module], run: Callable[[], object
         model.train(training)
         for hook in hooks:
             hook.remove()
+        reshard(model)  # no backward pass comes to give the root's gathered weights back
     return calls
 
 
