@@ -66,13 +66,21 @@ def rows_of(config: RunConfig, tokenizer: Any) -> tuple[Rows | StreamRows, Rows 
 
 
 @contextmanager
-def meshed(config: RunConfig, device: torch.device) -> Iterator[Mesh | None]:
+def meshed(config: RunConfig, device: torch.device, *, any_number: bool = False) -> Iterator[Mesh | None]:
     """The groups of a run that was started on several ranks, within `launch.join`; None in one process.
+
+    Args:
+        config: names the layout.
+        device: of this rank.
+        any_number: one process will do, whatever layout the config was trained on.
 
     Raises:
         ConfigError: the layout takes another number of ranks.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == 1 and any_number:
+        yield None
+        return
     layout = Layout.resolve(config.parallel, ranks)
     if ranks == 1:
         yield None
