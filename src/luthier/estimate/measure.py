@@ -80,8 +80,8 @@ class _Cuts:
         self.experts = {group.name: group for group in find_experts(model)}
         self.sliced = {f"{group.name}.{key}" for group in self.experts.values() for key in group.sliced}
 
-    def dimension(self, model: Any, name: str, parameter: torch.Tensor) -> int | None:
-        """The dimension of a parameter that tp cuts."""
+    def lie(self, model: Any, name: str, parameter: torch.Tensor) -> tuple[int | None, bool]:
+        """The dimension of a parameter that tp cuts, and whether its gradient is made in parts."""
         owner, _, leaf = name.rpartition(".")
         parent, _, matrix = owner.rpartition(".")
         if matrix in ("lora_A", "lora_B"):
@@ -91,7 +91,8 @@ class _Cuts:
             style = self.styles.get(name, self.styles.get(owner))
             how = lie(style, leaf, parameter, transposed=shape is not None and shape.transposed)
         found: int | None = getattr(how.placement, "dim", None)
-        return None if found is None else found % max(1, parameter.ndim)
+        in_part = self.styles.get(owner) == "moe_tp_experts" and found is None
+        return None if found is None else found % max(1, parameter.ndim), how.partial or in_part
 
 
 def _weights(model: Any, optimizer: torch.optim.Optimizer, cuts: _Cuts) -> dict[str, Weight]:
@@ -99,6 +100,7 @@ def _weights(model: Any, optimizer: torch.optim.Optimizer, cuts: _Cuts) -> dict[
     for name, parameter in model.named_parameters():
         states = optimizer.state.get(parameter, {}).values()
         shape = tuple(parameter.shape)
+        cut, partial = cuts.lie(model, name, parameter)
         wide = torch.promote_types(parameter.dtype, torch.float32).itemsize
         found[name] = Weight(
             name=re.sub(r"\.\d+\.", ".*.", name),
@@ -106,8 +108,9 @@ def _weights(model: Any, optimizer: torch.optim.Optimizer, cuts: _Cuts) -> dict[
             itemsize=parameter.element_size(),
             gradient=wide if parameter.requires_grad else 0,
             states=sum(s.numel() * s.element_size() for s in states if isinstance(s, torch.Tensor)),
-            cut=cuts.dimension(model, name, parameter),
+            cut=cut,
             expert=name in cuts.sliced,
+            partial=partial,
         )
     return found
 

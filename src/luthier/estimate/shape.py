@@ -22,6 +22,7 @@ class Weight:
         states: bytes of its optimizer states.
         cut: the dimension that tensor parallelism cuts; None where each of its ranks has the whole.
         expert: the first dimension is the experts (or their rows), which ep deals out.
+        partial: of its gradient each rank of tp makes a part of the sum.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Weight:
     states: int
     cut: int | None = None
     expert: bool = False
+    partial: bool = False
 
     @property
     def count(self) -> int:
@@ -70,6 +72,8 @@ class Totals:
         whole_gradients: of their gradients in the weights' dtype.
         sums: of their gradients in the dtype in which they are summed.
         expert_held, expert_gradients: what of the first two is of experts that ep deals out.
+        parts: of gradients of which each rank of tp makes a part of the sum, in the weights' dtype.
+        wide_parts: of the same, in their own.
     """
 
     held: int = 0
@@ -81,12 +85,16 @@ class Totals:
     sums: int = 0
     expert_held: int = 0
     expert_gradients: int = 0
+    parts: int = 0
+    wide_parts: int = 0
 
 
 @lru_cache(maxsize=1 << 16)
 def totals(weights: tuple[Weight, ...], layout: Layout) -> Totals:
     """Of a layer or a part of one."""
-    held = gradients = trained = whole = whole_gradients = sums = expert_held = expert_gradients = 0
+    held = gradients = trained = whole = whole_gradients = sums = expert_held = expert_gradients = parts = (
+        wide_parts
+    ) = 0
     states = 0.0
     for weight in weights:
         shard, ranks = weight.shard(layout), weight.shards(layout)
@@ -98,10 +106,16 @@ def totals(weights: tuple[Weight, ...], layout: Layout) -> Totals:
             trained += shard
             whole_gradients += shard * ranks * weight.itemsize
             sums += shard * ranks * weight.gradient
-        if weight.expert and layout.ep > 1:
+        dealt = weight.expert and layout.ep > 1
+        if weight.partial and weight.gradient and not dealt:
+            part = math.prod(weight.part(layout))
+            parts += part * weight.itemsize
+            wide_parts += part * weight.gradient
+        if dealt:
             expert_held += shard * weight.itemsize
             expert_gradients += shard * weight.gradient
-    return Totals(held, gradients, states, trained, whole, whole_gradients, sums, expert_held, expert_gradients)
+    of_experts = (expert_held, expert_gradients)
+    return Totals(held, gradients, states, trained, whole, whole_gradients, sums, *of_experts, parts, wide_parts)
 
 
 @dataclass(frozen=True, slots=True)

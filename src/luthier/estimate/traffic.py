@@ -17,7 +17,7 @@ from luthier.losses.cross_entropy import DEFAULT_CHUNK
 from luthier.parallel.mesh import Layout
 from luthier.parallel.programs import PROGRAMS
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "broadcast"]
 Axis = Literal["fsdp", "efsdp", "dp_replicate", "tp", "cp", "pp", "ep", "data", "world"]
 Phase = Literal["forward", "backward", "step"]
 _KEPT_BYTES = 256 << 20
@@ -137,6 +137,8 @@ def _weights(shape: ModelShape, plan: Plan, held: Held) -> Iterator[Flow]:
             scattered += trained * (ranks - 1) * count
             scatters += count if trained else 0
             summed += 2 * trained * (copies - 1) // copies * count
+        if not groups[0][1].trained:  # nothing tells FSDP to give frozen weights back, so they stay gathered
+            gathered["outside of the layers"] = [0, 0]
         for what, (size, number) in gathered.items():
             yield Flow(f"weights {what}", "all_gather", axis, "forward", size * times, number * times)
         yield Flow("weights of the layers", "all_gather", axis, "backward", again * times, calls * times)
@@ -181,6 +183,14 @@ def _tensor(shape: ModelShape, plan: Plan, held: Held) -> Iterator[Flow]:
     joins = round(held.sum(lambda layer: len(layer.joins)))
     yield Flow("slices", "all_gather", "tp", "forward", round(slices * again) * times, round(joins * again) * times)
     yield Flow("gradients of slices", "reduce_scatter", "tp", "backward", round(slices) * times, joins * times)
+    whole = totals(held.outside, layout)
+    layers = [(totals(layer.weights, layout), count) for layer, count in held.kinds]
+    if layout.fsdp > 1 or layout.dp_replicate > 1:  # FSDP wants whole gradients each time
+        parts, often = whole.parts + sum(count * of.parts for of, count in layers), times
+    else:
+        parts, often = whole.wide_parts + sum(count * of.wide_parts for of, count in layers), 1
+    sent = 2 * parts * others // layout.tp * often
+    yield Flow("gradients made in parts", "all_reduce", "tp", "backward" if often > 1 else "step", sent, often)
     if held.last:
         columns = -(-shape.vocabulary // layout.tp)
         chunk = max(16, min(DEFAULT_CHUNK, _KEPT_BYTES // (columns * shape.itemsize)))
@@ -218,6 +228,11 @@ def _context(shape: ModelShape, plan: Plan, held: Held) -> Iterator[Flow]:
         backward += (to_heads + back) * count
         calls += 2 * count
     again = _times(plan)
+    if held.last:
+        logprobs = plan.local_tokens * max(4, shape.itemsize) * (layout.cp - 1)
+        yield Flow("log-probabilities", "all_gather", "cp", "forward", logprobs * times, times)
+        loss = 2 * 8 * (layout.cp - 1) // layout.cp
+        yield Flow("losses", "all_reduce", "cp", "forward", loss * times, times)
     yield Flow("heads and positions", "all_to_all", "cp", "forward", round(forward * again) * times, calls * times)
     yield Flow("heads and positions", "all_to_all", "cp", "backward", backward * times, calls * times)
 
@@ -245,7 +260,7 @@ def _experts(shape: ModelShape, plan: Plan, held: Held) -> Iterator[Flow]:
 
 
 def _pipeline(shape: ModelShape, plan: Plan, held: Held) -> Iterator[Flow]:
-    """Hidden states to the next stage, their gradients to the one before."""
+    """Hidden states to the next stage, their gradients to the one before; what the last stage finds, to all."""
     layout, times = plan.layout, plan.microbatches
     if layout.pp == 1:
         return
@@ -256,6 +271,11 @@ def _pipeline(shape: ModelShape, plan: Plan, held: Held) -> Iterator[Flow]:
     stream = _stream(shape, plan)
     yield Flow("hidden states", "send", "pp", "forward", ahead * stream * times, ahead * times)
     yield Flow("gradients of hidden states", "send", "pp", "backward", behind * stream * times, behind * times)
+    if shape.tied and held.first != held.last and shape.before and totals(shape.before, layout).gradients:
+        shared = totals(shape.before, layout).gradients
+        yield Flow("gradients of the tied embedding", "send", "pp", "step", shared, 1)
+    told = 8 * times + 8 * times + 8 * times * plan.row_tokens  # how many there are, losses, log-probabilities
+    yield Flow("losses and log-probabilities", "broadcast", "pp", "step", told, 2)
 
 
 def _numbers(plan: Plan) -> Iterator[Flow]:
