@@ -70,8 +70,26 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                _keep_sums(group)
     model.__dict__["_within"] = MethodType(_within, model)
     register_fsdp_forward_method(model, "_within")
+
+
+def _keep_sums(group: Any) -> None:
+    """Hand the gradients of bf16 weights over in fp32, as they were summed; torch would round them to bf16 first."""
+    settle = group._init_mp_dtypes  # called once, when the first forward begins
+
+    def settle_and_keep() -> None:
+        settle()
+        if group._reduce_dtype is None:  # the gradients' own
+            return
+        group._orig_dtype = group._reduce_dtype  # only the result of the reduction is cast to it
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param.requires_grad:
+                parameter.sharded_param.grad_dtype = group._reduce_dtype
+
+    group._init_mp_dtypes = settle_and_keep
 
 
 def within(model: nn.Module, function: Callable[..., Result], *args: Any) -> Result:
