@@ -27,6 +27,7 @@ from luthier.hf.allocator import bound_kernel_cache, tune_allocator
 from luthier.hf.anatomy import Anatomy, describe
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import let_mask_itself, masks_itself, packing_is_exact
+from luthier.hf.gather import plain_class
 from luthier.hf.head import HeadInfo, linear_head
 from luthier.hf.limits import Limits, limits_of
 from luthier.hf.load import DTYPES, load_model, tie_on_meta
@@ -152,8 +153,9 @@ def build_network(
     else:
         packing_fault = _packing_fault(model, source, attention, trust_remote_code)
         if mesh.cp is not None and masks_itself(model):
-            what = f"{type(model).__name__} works on its attention masks itself, for positions that other ranks hold"
-            raise ConfigError(what, where="parallel.cp", remedy="set it to 1, and dp_shard higher")
+            what = "works on its attention masks itself, for positions that other ranks hold"
+            remedy = "set it to 1, and dp_shard higher"
+            raise ConfigError(f"{plain_class(model).__name__} {what}", where="parallel.cp", remedy=remedy)
     rate = moe.bias_update_rate if moe is not None else None
     padded = device.type == "cpu" and model.dtype != torch.float64 and not packing_fault
     return Network(
