@@ -161,6 +161,6 @@ def reference(log: Path, timeout: float) -> Group:
     return Group("luthier.verify.reference", ranks=None, log=log, timeout=timeout)
 
 
-def ranks(number: int, log: Path, timeout: float, *, device: str = "cpu", patience: float = 60.0) -> Group:
+def ranks(number: int, log: Path, timeout: float, *, device: str = "cpu", patience: float = 200.0) -> Group:
     """Ranks of a layout; `patience` is how long one waits for another in a collective."""
     return Group("luthier.verify.worker", ranks=number, log=log, timeout=timeout, arguments=(device, str(patience)))

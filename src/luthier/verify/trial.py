@@ -272,7 +272,7 @@ class Trial:
         trained = resolve_modules(model, lora.train_modules)
         names = resolve_targets(model, lora.target, without=trained)
         shapes = {name: linear_shape(modules[name]) for name in names if name in modules}
-        # PEFT adapts no layer that computes in a way of its own, and mixers of Mamba read one's weight without calling it
+        # PEFT adapts no layer that computes in a way of its own; Mamba reads the weight of one without calling it
         names = [name for name in names if (shape := shapes.get(name)) is None or shape.plain]
         names = [name for name in names if not name.endswith(".dt_proj")]
         return {

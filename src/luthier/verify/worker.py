@@ -17,10 +17,6 @@ import torch.distributed as dist
 from luthier.errors import ConfigError
 from luthier.verify.measure import Subject
 
-PATIENCE = 60.0
-"""Seconds that a rank waits for another in a collective: models are tiny, or loaded before any is waited for."""
-
-
 def join(store: str, rank: int, ranks: int, device: str, patience: float) -> str:
     """Be one of the ranks of a group; a single one has no group.
 
@@ -81,19 +77,21 @@ class Worker:
         self._subject = None
         return asdict(difference)
 
+    def answer(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What a call comes to: {"answer"}, or {"refused"} with the reason, or {"error", "trace"}."""
+        try:
+            return {"answer": getattr(self, call)(**arguments)}
+        except ConfigError as error:  # what a model or a machine has against a config; other errors are faults
+            return {"refused": error.what}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+
 
 def serve(worker: Worker, requests: TextIO, answers: TextIO) -> None:
-    """Answer calls: {"call", "with"} -> {"answer"}, or {"refused"} with the reason, or {"error", "trace"}."""
+    """Answer calls, a line of JSON each: {"call": name, "with": arguments}."""
     for line in requests:
         request = json.loads(line)
-        answer: dict[str, Any]
-        try:
-            answer = {"answer": getattr(worker, request["call"])(**request["with"])}
-        except ConfigError as error:  # what a model or a machine has against a config; other errors are faults
-            answer = {"refused": error.what, "trace": traceback.format_exc()}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps(worker.answer(request["call"], request["with"])) + "\n")
         answers.flush()
 
 

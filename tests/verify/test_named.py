@@ -1,0 +1,40 @@
+"""The twelve models by name, full and with LoRA, on FSDP and on FSDP with each of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.verify.models import PUBLIC, small
+from tests.verify.proof import Proofs, right
+from tests.world import World
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+LAYOUTS = [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "pp": 2}]
+BOTH = [{"cp": 2, "pp": 2}, {"tp": 2, "pp": 2}]
+DEEP = ["Llama-3.2-1B", "Mistral-7B-v0.1", "Qwen3-4B", "phi-2"]
+
+
+@pytest.fixture(scope="module")
+def proofs(tmp_path_factory: pytest.TempPathFactory, world: Callable[[int], World]) -> Proofs:
+    return Proofs(tmp_path_factory.mktemp("proofs"), world)
+
+
+def said(parallel: dict[str, int]) -> str:
+    return "-".join(f"{name}{degree}" for name, degree in parallel.items())
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=said)
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_layout_computes_what_plain_transformers_does(name: str, parallel: dict[str, int], proofs: Proofs) -> None:
+    for lora in (False, True):
+        right(proofs.cell(name, small(name), parallel, lora=lora))
+
+
+@pytest.mark.parametrize("parallel", BOTH, ids=said)
+@pytest.mark.parametrize("name", DEEP)
+def test_a_pipeline_of_parts_of_rows_or_of_tensors(name: str, parallel: dict[str, int], proofs: Proofs) -> None:
+    for lora in (False, True):
+        right(proofs.cell(name, small(name), parallel, lora=lora))
