@@ -16,7 +16,7 @@ from luthier.adapters.experts import adapted
 from luthier.adapters.init import initialise_adapters
 from luthier.adapters.layer import LoraSpec
 from luthier.adapters.peft_config import PeftConfig, read_peft_config
-from luthier.adapters.peft_files import load_peft
+from luthier.adapters.peft_files import load_part, load_peft
 from luthier.adapters.siblings import find_siblings
 from luthier.adapters.structure import attach_all, freeze, settle_ties, trains_one_end, wholly_trained
 from luthier.adapters.targets import resolve_modules, resolve_targets
@@ -86,7 +86,7 @@ def apply_lora(model: Any, config: LoraConfig, seed: int = 0) -> LoraReport:
 
 
 def finish_lora(
-    model: Any, config: LoraConfig, seed: int = 0, *, run: Callable[[], object] | None = None
+    model: Any, config: LoraConfig, seed: int = 0, *, run: Callable[[], object] | None = None, part: bool = False
 ) -> LoraReport:
     """Make an adapted model ready to train once its weights are there.
 
@@ -95,12 +95,15 @@ def finish_lora(
         config: the same.
         seed: of the adapters' first values.
         run: how to run the model once, to see which layers share their input; needed where it is cut into stages.
+        part: the model is what this rank holds of it.
 
     Returns:
         what was adapted, counted again now that the ties are known.
     """
     settle_ties(model)
-    if config.start_from is not None:
+    if config.start_from is not None and part:
+        load_part(model, config.start_from)
+    elif config.start_from is not None:
         _load(model, config)
     else:
         initialise_adapters(model, seed)

@@ -25,6 +25,7 @@ from luthier.hf.experts import find_experts
 from luthier.hf.gather import gather, plain_class, reshard
 from luthier.hf.linear import LinearShape, linear_shape
 from luthier.hf.load import build_on_meta
+from luthier.hf.shards import fill
 from luthier.hf.tensor_file import Entry, TensorFile
 from luthier.hf.together import Group, exchange, global_rank, rank_in, together
 
@@ -208,6 +209,26 @@ def load_peft(
     if not any(parameter.is_meta for parameter in model.parameters()):
         _fill(model, config, weights)
     freeze(model)
+
+
+@torch.no_grad()
+def load_part(model: Any, directory: str | Path) -> None:
+    """Read the values of adapters into a rank's part of a model; `load_peft` has checked the files and made their places
+    while the model was whole and on meta.
+
+    Args:
+        model: this rank's part of it, the weights in place.
+        directory: the same.
+    """
+    config = read_peft_config(Path(directory))
+    weights = peft_experts.from_file(model, config, _read_weights(config))
+    trained = wholly_trained(model)
+    places = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for key, value in weights.items():
+        name = key.replace(".base_layer.", ".")
+        ours = ".lora_A." in name or ".lora_B." in name or any(name.startswith(f"{whole}.") for whole in trained)
+        if ours and name in places:  # else it is another stage's
+            fill(places[name], value)
 
 
 def _saved_whole(model: Any, config: PeftConfig) -> list[str]:

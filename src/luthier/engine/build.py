@@ -142,7 +142,8 @@ def build_network(
         pipeline = Pipeline(model, plan.stages, mesh.pp, device=device, dtype=model.dtype, width=width)
     lora = plan.lora
     if adapter is not None:
-        found = finish_lora(model, adapter, seed, run=pipeline.run_alone if pipeline is not None else None)
+        alone = pipeline.run_alone if pipeline is not None else None
+        found = finish_lora(model, adapter, seed, run=alone, part=mesh is not None)
         lora = found if mesh is None else lora  # a rank sees its part alone
     if mesh is None:
         if device.type == "cpu":
