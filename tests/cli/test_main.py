@@ -28,7 +28,7 @@ def test_help_imports_nothing_heavy() -> None:
     )
     answer = run(code=code)
     *page, last = answer.stdout.splitlines()
-    assert last == "[] ['luthier.cli.border', 'luthier.cli.frame', 'luthier.cli.main'] 0"
+    assert last == "[] ['luthier.cli.frame', 'luthier.cli.border', 'luthier.cli.main'] 0"
     assert all(any(line.strip().startswith(name) for line in page) for name in VERBS)
 
 
@@ -57,7 +57,7 @@ MISTAKES = [
     (["trian"], "luthier: No such command 'trian'. Did you mean 'train'? (see luthier --help)"),
     (
         ["train", "--modle", "m"],
-        "luthier train: No such option: --modle (Possible options: --model) (see luthier train --help)",
+        "luthier train: No such option: --modle (Possible options: --model, --nnodes) (see luthier train --help)",
     ),
     (
         ["train", "--resume=sometimes"],
