@@ -213,8 +213,9 @@ def load_peft(
 
 @torch.no_grad()
 def load_part(model: Any, directory: str | Path) -> None:
-    """Read the values of adapters into a rank's part of a model; `load_peft` has checked the files and made their places
-    while the model was whole and on meta.
+    """Read the values of adapters into a rank's part of a model.
+
+    `load_peft` has checked the files and made their places while the model was whole and on meta.
 
     Args:
         model: this rank's part of it, the weights in place.
