@@ -24,17 +24,18 @@ _NAMES: dict[int, str] = {
     32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size q_lora_rank "
     "expert_ffn_hidden_size block_ff_dim mlp_intermediate_size o_lora_rank shared_experts_intermediate_size "
     "router_hidden_size",
-    16: "sliding_window attention_window_size attention_chunk_size window_size kv_lora_rank v_head_dim qk_head_dim "
-    "index_head_dim swa_head_dim linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim mamba_headdim "
-    "mamba_d_state state_size ssm_state_size mamba_dt_rank time_step_rank hidden_size_per_layer_input dim_head "
-    "compress_head_dim sliding_window_size local_attention linear_head_dim keep_window_size kv_channels rel_extent",
+    16: "sliding_window attention_window_size attention_chunk_size window_size kv_lora_rank v_head_dim "
+    "qk_head_dim index_head_dim swa_head_dim linear_key_head_dim linear_value_head_dim mamba_d_head "
+    "mamba_head_dim mamba_headdim mamba_d_state state_size ssm_state_size mamba_dt_rank time_step_rank "
+    "hidden_size_per_layer_input dim_head index_n_heads compress_head_dim sliding_window_size local_attention "
+    "linear_head_dim keep_window_size kv_channels rel_extent",
     8: "qk_rope_head_dim qk_nope_head_dim rotary_dim mamba_n_heads mamba_chunk_size chunk_size index_topk "
     "n_mamba_heads adapter_rank laurel_rank gated_norm_rank hc_lowrank d_rel loop_gate_rank",
     4: "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads encoder_attention_heads "
     "num_decoder_attention_heads linear_num_value_heads mamba_num_heads num_experts num_local_experts n_routed_experts "
     "moe_num_experts num_attention_heads_global linear_num_heads swa_num_attention_heads num_encoder_attention_heads "
     "heads_per_ngram o_groups",
-    2: "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads index_n_heads moe_topk moe_top_k "
+    2: "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads moe_topk moe_top_k "
     "num_experts_per_tok num_experts_per_token moe_k top_k_experts num_key_value_groups kv_n_heads",
     1: "n_group topk_group n_groups zero_expert_num mamba_n_groups num_nextn_predict_layers num_expert_group",
     0: "num_kv_shared_layers",
