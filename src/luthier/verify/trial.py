@@ -210,11 +210,11 @@ class Trial:
             return Cell(name, "refused", str(error), bounds=bounds)
         except Failed as error:
             return Cell(name, "failed", str(error), error.trace, bounds=bounds)
-        fault = _fault(measured, export, bounds)
-        if fault and expected["narrow"] and bounds.gradient < measured["gradients"]["worst"] < _NOISE_BOUND:
+        found = fault(measured, export, bounds)
+        if found and expected["narrow"] and bounds.gradient < measured["gradients"]["worst"] < _NOISE_BOUND:
             bounds = self._loosened(bounds, lora)
-            fault = _fault(measured, export, bounds)
-        return Cell(name, "wrong" if fault else "right", fault, "", measured, export, bounds)
+            found = fault(measured, export, bounds)
+        return Cell(name, "wrong" if found else "right", found, "", measured, export, bounds)
 
     def _loosened(self, bounds: Bounds, lora: bool) -> Bounds:
         """Bounds of a model that computes in fp32 inside: no gradient is held to more than what rounding the weights
@@ -286,7 +286,7 @@ class Trial:
         }
 
 
-def _fault(measured: Mapping[str, Any], export: Mapping[str, Any], bounds: Bounds) -> str:
+def fault(measured: Mapping[str, Any], export: Mapping[str, Any], bounds: Bounds) -> str:
     """What is beyond its bound, or ""."""
     gradients = measured["gradients"]
     for what, names in (

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from luthier.errors import ConfigError
 from luthier.verify.measure import Subject
 
+
 def join(store: str, rank: int, ranks: int, device: str, patience: float) -> str:
     """Be one of the ranks of a group; a single one has no group.
 
