@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,12 @@ def microbatches(samples: Sequence[Sample], part: int, parts: int, count: int = 
     return [Batch.pack(own[number::count]).scaled(factor) for number in range(count)]
 
 
+@functools.cache
+def one_mesh(layout: Layout, device: torch.device) -> Mesh:
+    """One mesh for all cases of a layout: every group of it holds threads until its process ends."""
+    return Mesh(layout, device)
+
+
 def ready(
     path: Path | str,
     layout: dict[str, int],
@@ -55,7 +62,7 @@ def ready(
     device = torch.device("cpu")
     parallel = ParallelConfig(**layout, **fields)
     ranks = torch.distributed.get_world_size()
-    mesh = Mesh(Layout.resolve(parallel, ranks), device)
+    mesh = one_mesh(Layout.resolve(parallel, ranks), device)
     return build_state(
         resolve(str(path)),
         adapter=adapter,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,12 @@ class Measured:
     adapters: str
 
 
+@functools.cache
+def _mesh(layout: Layout, device: torch.device) -> Mesh:
+    """One mesh for all models of a layout: every group of it holds threads, which a machine soon has too many of."""
+    return Mesh(layout, device)
+
+
 class Subject:
     """A model made ready on this rank for as many steps as the reference took; all ranks do the same.
 
@@ -84,7 +91,7 @@ class Subject:
         config = ParallelConfig(**(parallel or {}))
         layout = Layout.resolve(config, dist.get_world_size() if dist.is_initialized() else 1)
         where = torch.device(device)
-        self.mesh = Mesh(layout, where) if layout.ranks > 1 else None
+        self.mesh = _mesh(layout, where) if layout.ranks > 1 else None
         self.layout = layout
         self.state = build_state(
             _source(model),
