@@ -155,6 +155,7 @@ OTHER_VALUES = {
     "train.precision": "fp32",
     "train.profile": "{start: 1, steps: 1}",
     "parallel": "{dp_shard: 2, tp: 2}",
+    "moe": "{aux_loss: 0.01}",
     "checkpoint": "{every: 7}",
     "evaluation": "{every: 7, early_stopping: 2}",
     "generation": "{top_k: 3}",

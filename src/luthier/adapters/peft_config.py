@@ -236,14 +236,14 @@ def peft_config_json(
         modules: full names of the modules that are saved whole.
         names: full names of all modules of the model. Targets are written as the last parts of the names where these
             mean the very same layers, as other tools like it, and as full names otherwise.
-        parameters: those keys of ranks that are weights of experts.
+        parameters: endings of those keys of ranks that are parameters and no layers.
         ties: embedding and head are both saved whole, and are one matrix.
         transposed: the layers keep their weights as GPT-2 does.
         base_model: name or path of the base.
         revision: its revision on the Hub.
     """
     rank, alpha = _most_common(ranks.values()), _most_common(alphas.values())
-    layers = ranks.keys() - set(parameters)
+    layers = {name for name in ranks if not any(name == item or name.endswith(f".{item}") for item in parameters)}
     short = sorted({name.rpartition(".")[2] for name in layers})
     by_ending = PeftConfig(Path(), rank, alpha, targets=short, modules=modules)
     targets = short if {name for name in names if by_ending.adapts(name)} == layers else sorted(layers)
@@ -255,7 +255,7 @@ def peft_config_json(
         "lora_dropout": dropout,
         "use_rslora": rslora,
         "target_modules": targets,
-        "target_parameters": sorted({".".join(name.split(".")[-2:]) for name in parameters}) or None,
+        "target_parameters": list(parameters) or None,
         "modules_to_save": list(modules) or None,
         "ensure_weight_tying": ties,
         "fan_in_fan_out": transposed,

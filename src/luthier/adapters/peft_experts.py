@@ -6,13 +6,50 @@ PEFT (`target_parameters`) wraps the module once for each adapted weight, so the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from luthier.adapters.peft_config import PeftConfig
 from luthier.errors import ModelError
 from luthier.hf.experts import Experts, find_experts
+from luthier.hf.linear import linear_shape
+
+_TAKEN = {"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}
+"""Last parts of names that PEFT takes for those of experts before they were fused, where a model has such experts: an
+adapter of a layer of such a name can only be told as one of its weight."""
+
+
+def names_in_config(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """What PEFT's config calls each adapted layer, or weight of experts.
+
+    Args:
+        model: plain, whole, perhaps on meta.
+        names: full names.
+    """
+    fused = bool(find_experts(model))
+    return {name: f"{name}.weight" if fused and _is_taken(model, name) else name for name in names}
+
+
+def _is_taken(model: nn.Module, name: str) -> bool:
+    return name.rpartition(".")[2] in _TAKEN and any(name == layer for layer, _ in model.named_modules())
+
+
+def targets(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """`target_parameters` of PEFT's config: endings that mean just these parameters of a model, full names else.
+
+    Args:
+        model: plain, whole, perhaps on meta.
+        names: as in the config; those of layers are passed over.
+    """
+    parameters = [name for name, _ in model.named_parameters()]
+    adapted = set(names).intersection(parameters)
+    found = []
+    for name in sorted(adapted):
+        short = ".".join(name.split(".")[-2:])
+        alike = {other for other in parameters if other == short or other.endswith(f".{short}")}
+        found.append(short if alike <= adapted else name)
+    return sorted(set(found))
 
 
 def in_file(name: str, wanted: Sequence[str]) -> str:
@@ -52,23 +89,29 @@ def stacked(side: str, matrix: Tensor, experts: int) -> Tensor:
     return matrix.reshape(matrix.shape[0], -1, experts).permute(2, 0, 1)
 
 
-def from_file(model: nn.Module, config: PeftConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_file(
+    model: nn.Module, config: PeftConfig, weights: Mapping[str, Tensor], *, part: bool = False
+) -> dict[str, Tensor]:
     """The tensors of a file under the names and in the shapes that the adapted model gives them.
 
     Args:
         model: adapted or not.
         config: says which weights of experts are adapted.
         weights: name in the file, without PEFT's prefix -> tensor. What is no expert's is passed on.
+        part: the model is a part of one, so the config may speak of what is not there.
 
     Raises:
         ModelError: another parameter is adapted, or no key is for one, or its size does not fit.
     """
     found = dict(weights)
     groups = find_experts(model) if config.parameters else ()
-    for item in config.parameters:
-        names = (f"{group.name}.{key}" for group in groups for key in group.matrices)
+    names = [f"{group.name}.{key}" for group in groups for key in group.matrices]
+    names += [f"{name}.weight" for name, module in model.named_modules() if linear_shape(module)]
+    for item in config.parameters if not part else ():
         if not any(name == item or name.endswith(f".{item}") for name in names):
-            what = f"it adapts the parameter {item}, which is no weight of fused experts in {type(model).__name__}"
+            what = (
+                f"it adapts the parameter {item}, which is no weight of a layer or of experts in {type(model).__name__}"
+            )
             remedy = "merge it into its base with PEFT and start from that model"
             raise ModelError(what, where=str(config.directory), remedy=remedy)
     for group in groups:

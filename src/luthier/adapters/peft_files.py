@@ -66,13 +66,14 @@ def save_peft(
     told = exchange(
         (
             {name: layer.lora_spec for name, layer in layers.items()},
-            [name for name, layer in layers.items() if isinstance(layer, ExpertsAdapter)],
             any(layer.lora_shape.transposed for layer in layers.values() if not isinstance(layer, ExpertsAdapter)),
             [Entry.of(key, _as_filed(key, value.to("meta"))) for key, value in own.items()],
         ),
         group,
     )
-    specs = {name: spec for found, *_ in told for name, spec in found.items()}
+    plain = build_on_meta(cast(Any, plain_class(model)), model.config)
+    names = peft_experts.names_in_config(plain, {name: None for found, *_ in told for name in found})
+    specs = {names[name]: spec for found, *_ in told for name, spec in found.items()}
     if not specs:
         raise ModelError("there are no adapters to save", remedy="export the whole model instead")
     writers: dict[str, int] = {}
@@ -81,18 +82,18 @@ def save_peft(
         for entry in found:
             writers.setdefault(entry.name, rank)
             entries.setdefault(entry.name, entry)
-    plain = build_on_meta(cast(Any, plain_class(model)), model.config)
+    parameters = peft_experts.targets(plain, specs)
     text = peft_config_json(
         ranks={name: spec.rank for name, spec in specs.items()},
         alphas={name: spec.alpha for name, spec in specs.items()},
-        # PEFT reads no dropout beside adapters of experts; it would only matter to who trains on.
-        dropout=0.0 if any(experts for _, experts, _, _ in told) else max(spec.dropout for spec in specs.values()),
+        # PEFT reads no dropout beside adapted parameters; it would only matter to who trains on.
+        dropout=0.0 if parameters else max(spec.dropout for spec in specs.values()),
         rslora=any(spec.rslora for spec in specs.values()),
         modules=trained,
         names=[name for name, _ in plain.named_modules()],
-        parameters=list({name: None for _, experts, _, _ in told for name in experts}),
+        parameters=parameters,
         ties=both_ends_trained(model, describe(plain)),
-        transposed=any(transposed for _, _, transposed, _ in told),
+        transposed=any(transposed for _, transposed, _ in told),
         base_model=base_model,
         revision=revision,
     )
@@ -213,16 +214,15 @@ def load_peft(
 
 @torch.no_grad()
 def load_part(model: Any, directory: str | Path) -> None:
-    """Read the values of adapters into a rank's part of a model.
-
-    `load_peft` has checked the files and made their places while the model was whole and on meta.
+    """Read the values of adapters into a rank's part of a model; `load_peft` has checked the files and made their
+    places while the model was whole and on meta.
 
     Args:
         model: this rank's part of it, the weights in place.
         directory: the same.
     """
     config = read_peft_config(Path(directory))
-    weights = peft_experts.from_file(model, config, _read_weights(config))
+    weights = peft_experts.from_file(model, config, _read_weights(config), part=True)
     trained = wholly_trained(model)
     places = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for key, value in weights.items():
@@ -297,10 +297,16 @@ def _specs(
         raise ModelError("no key of the weights is a LoRA matrix", where=where)
     share = config.dropout if dropout is None else dropout
     return {
-        targets[name]: LoraSpec(sides[name]["A"].shape[-2], config.alpha_of(targets[name]), share, config.rslora)
+        targets[name]: LoraSpec(sides[name]["A"].shape[-2], _alpha(config, targets[name]), share, config.rslora)
         for name in shapes
         if name in sides
     }
+
+
+def _alpha(config: PeftConfig, name: str) -> float:
+    """Of a linear layer, which PEFT may know by its weight, or of a weight of experts."""
+    weight = f"{name}.weight"
+    return config.alpha_of(weight if config.adapts_parameter(weight) else name)
 
 
 @torch.no_grad()

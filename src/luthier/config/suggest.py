@@ -46,6 +46,7 @@ ELSEWHERE = {
     "output_dir": "output",
     "per_device_train_batch_size": "train.rows_per_step",
     "report_to": "report.trackers",
+    "router_aux_loss_coef": "moe.aux_loss",
     "sample_packing": "data.packing",
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
