@@ -17,7 +17,12 @@ from tests.oracles.plain import Reference, gradient_error, plain_model, save_str
 from tests.parallel.cases import documents, measure, microbatches, ready, whole
 
 NINE = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
-KINDS: dict[str, dict[str, Any]] = {"qwen3": {}, "llama": NINE | {"tie_word_embeddings": True}, "mistral": {}}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": NINE | {"tie_word_embeddings": True},
+    "mistral": {},
+    "falcon": {},
+}
 
 
 @pytest.fixture(scope="module")

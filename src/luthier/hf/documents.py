@@ -126,24 +126,36 @@ class Documents:
 _ACTIVE: ContextVar[Documents | None] = ContextVar("luthier_documents", default=None)
 
 
+_TOKENS: ContextVar[int | None] = ContextVar("luthier_tokens", default=None)
+
+
 @contextmanager
-def documents(cu_seqlens: torch.Tensor | Sequence[int] | Documents | None) -> Iterator[Documents | None]:
+def documents(
+    cu_seqlens: torch.Tensor | Sequence[int] | Documents | None, *, told: bool = True
+) -> Iterator[Documents | None]:
     """Every "luthier" attention within sees these documents; None = rows are not packed.
 
     Args:
         cu_seqlens: int32 [documents + 1], where each document begins, and T.
+        told: False for a model that is to know of no documents but by their positions.
     """
     inside = cu_seqlens if cu_seqlens is None or isinstance(cu_seqlens, Documents) else Documents.of(cu_seqlens)
-    token = _ACTIVE.set(inside)
+    token, length = _ACTIVE.set(inside if told else None), _TOKENS.set(None if inside is None else inside.tokens)
     try:
         yield inside
     finally:
         _ACTIVE.reset(token)
+        _TOKENS.reset(length)
 
 
 def active_documents() -> Documents | None:
     """Documents of the forward pass that is running in this context."""
     return _ACTIVE.get()
+
+
+def row_tokens() -> int | None:
+    """Length T of the row, of all ranks' parts together, that is running in this context; None = not packed."""
+    return _TOKENS.get()
 
 
 def is_channel(mask: torch.Tensor | None) -> bool:

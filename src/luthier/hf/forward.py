@@ -36,7 +36,7 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     accepted = _accepted(type(backbone).forward)
     if accepted is not None:
         arguments = {name: value for name, value in arguments.items() if name in accepted}
-    with documents(batch.cu_seqlens if not masks_itself(model) else None), counted(batch):
+    with documents(batch.cu_seqlens, told=not masks_itself(model)), counted(batch):
         output = backbone(input_ids=batch.input_ids, **arguments)
     hidden = output[0]
     assert isinstance(hidden, torch.Tensor)

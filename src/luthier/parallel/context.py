@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from luthier.batch import Batch
 from luthier.hf.anatomy import stateful_part
-from luthier.hf.attention import takes_attention
-from luthier.parallel.sharing import fault, share
+from luthier.parallel.sharing import manner_of, share
 
 
 def cut(batch: Batch, mesh: DeviceMesh) -> Batch:
@@ -32,10 +31,10 @@ def cut(batch: Batch, mesh: DeviceMesh) -> Batch:
         mesh: the ranks that share the row, one-dimensional.
 
     Returns:
-        [1, T' / degree] of each tensor, where T' is T padded to a multiple of 2 x degree by a document of weight 0;
-        `cu_seqlens` and `origins` are those of the whole padded row.
+        [1, T' / degree] of each tensor, where T' is T padded to a multiple of 2 x degree with weight 0; `cu_seqlens`
+        and `origins` are those of the whole padded row.
     """
-    padded = batch.padded(2 * mesh.size())
+    padded = _padded(batch, 2 * mesh.size())
     here = held_positions(padded.tokens, mesh.size(), mesh.get_local_rank()).to(batch.input_ids.device)
     return replace(
         padded,
@@ -44,6 +43,17 @@ def cut(batch: Batch, mesh: DeviceMesh) -> Batch:
         targets=padded.targets[:, here],
         weights=padded.weights[:, here],
     )
+
+
+def _padded(batch: Batch, multiple: int) -> Batch:
+    """Padded by a document; a row of a single one grows by its last position, since not every model can have two."""
+    missing = -batch.tokens % multiple
+    if batch.documents > 1 or not missing:
+        return batch.padded(multiple)
+    longer = batch.padded(multiple)
+    positions = longer.position_ids.clone()
+    positions[:, batch.tokens :] = batch.tokens - 1  # which the model has, whatever its limit is
+    return replace(longer, position_ids=positions, cu_seqlens=longer.cu_seqlens[[0, 2]], origins=batch.origins)
 
 
 def join(values: torch.Tensor, mesh: DeviceMesh, tokens: int) -> torch.Tensor:
@@ -98,9 +108,8 @@ def refusal(model: Any, degree: int) -> str | None:
     stateful = stateful_part(model)
     if stateful is not None:
         return f"{name} has {stateful}, through which each position sees those before it in order, on other ranks too"
-    if not takes_attention(type(model)):
-        return f"{name} computes its attention by itself, where the other ranks' positions cannot reach it"
-    return fault(model)
+    manner, why = manner_of(model)
+    return why if manner is None else None
 
 
 def prepare(model: Any, mesh: DeviceMesh) -> None:
@@ -111,7 +120,9 @@ def prepare(model: Any, mesh: DeviceMesh) -> None:
         model: a Transformers model, on meta or loaded.
         mesh: the ranks that share each row, one-dimensional.
     """
-    share(model, Trade(mesh))
+    manner, why = manner_of(model)
+    assert manner is not None, why
+    share(model, Trade(mesh), manner)
 
 
 class Trade:

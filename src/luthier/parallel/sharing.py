@@ -1,8 +1,14 @@
-"""A row that is shared: how a model is told, and the proof, on a small one of its kind, that it can be.
+"""A row that is shared: two ways in which a model can do it, and the proof, on a small one of its kind, that it can.
 
-A model may share its rows where positions meet in attention alone, and where each knows its place from `position_ids`
-alone. To try it, one process gives the small model the positions of a row in disorder, with an exchange that brings
-them into order for attention, as ranks do with their parts: hidden states must be those of the row in order. So no
+- "heads": the model runs on a part of the row, and its attention function, which it looks up by name, trades positions
+  for heads with the other ranks. Needs positions to meet in that function alone, and each to know its place from
+  `position_ids` alone.
+- "modules": masks and positions are made for the whole row, layers run on a part of it, and the attention module of
+  each, whatever it computes, runs on the hidden states of the whole row. Every rank does all the attention, so this
+  saves what lies outside it; it is for architectures that know their attention by no name.
+
+To try a way, one process runs the small model on the positions of a row in disorder, with an exchange that brings them
+into order for attention, as ranks do with their parts: hidden states must be those of the row in order. So no
 architecture is named here.
 """
 
@@ -13,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,34 +27,52 @@ from torch import nn
 
 from luthier.batch import Batch, Sample
 from luthier.errors import UserError
-from luthier.hf.anatomy import backbone_name
-from luthier.hf.attention import register_attention
-from luthier.hf.documents import Exchange, active_documents, documents
+from luthier.hf.anatomy import backbone_name, describe
+from luthier.hf.attention import register_attention, takes_attention
+from luthier.hf.documents import Exchange, active_documents, documents, row_tokens
 from luthier.hf.forward import hidden_states, packing_is_exact
 from luthier.hf.quiet import quiet
 from luthier.hf.shrink import shrink
+
+Manner = Literal["heads", "modules"]
 
 _LENGTHS = (5, 23, 4)
 _TOLERANCE = 1e-4
 """Of the largest entry, in fp32. What is out of place is off by far more."""
 
 
-def share(model: Any, exchange: Exchange) -> list[Any]:
+def share(model: Any, exchange: Exchange, manner: Manner) -> list[Any]:
     """Make a model run on parts of rows, in place.
 
     Args:
         model: a Transformers model, on meta or loaded.
         exchange: between the ranks that share each row.
+        manner: which way.
 
     Returns:
         handles whose `remove()` undoes it.
     """
-    hooks = _Rows(exchange)
     backbone = getattr(model, backbone_name(model))
-    return [
-        backbone.register_forward_pre_hook(hooks.enter, with_kwargs=True),
-        backbone.register_forward_hook(hooks.leave, with_kwargs=True, always_call=True),
+    if manner == "heads":
+        hooks = _Rows(exchange)
+        return [
+            backbone.register_forward_pre_hook(hooks.enter, with_kwargs=True),
+            backbone.register_forward_hook(hooks.leave, with_kwargs=True, always_call=True),
+        ]
+    around = _Around(exchange)
+    anatomy = describe(model)
+    first = model.get_submodule(anatomy.layers[0])
+    handles = [
+        backbone.register_forward_pre_hook(around.enter, with_kwargs=True),
+        first.register_forward_pre_hook(around.cut, with_kwargs=True),
     ]
+    for name in anatomy.layers:
+        layer = model.get_submodule(name)
+        inside = {path[len(name) + 1 :].split(".")[0] for path in anatomy.attn if path.startswith(f"{name}.")}
+        for child in sorted(inside):
+            handles.append(layer.get_submodule(child).register_forward_pre_hook(around.gather, with_kwargs=True))
+            handles.append(layer.get_submodule(child).register_forward_hook(around.part))
+    return handles
 
 
 class _Rows:
@@ -59,27 +83,83 @@ class _Rows:
         self._open: list[Any] = []
 
     def enter(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        given = next(v for v in (options.get("input_ids"), options.get("inputs_embeds"), *arguments) if v is not None)
-        row = active_documents()
+        row, given = active_documents(), _given(arguments, options)
         shared = row is not None and given.shape[1] * self._exchange.degree == row.tokens
         context = documents(replace(row, exchange=self._exchange) if row is not None and shared else row)
         context.__enter__()
         self._open.append(context)
         if shared:
             # Without a mask Transformers would look for documents in this part of the row and cut them at its ends.
-            ones = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
-            options = {**options, "attention_mask": ones}
+            options = {**options, "attention_mask": given.new_ones(given.shape[:2], dtype=torch.bool)}
         return arguments, options
 
     def leave(self, *_: Any) -> None:
         self._open.pop().__exit__(None, None, None)
 
 
-def fault(model: Any) -> str | None:
-    """Why rows of a model cannot be shared, as a clause; None where they can.
+def _given(arguments: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
+    """The ids or embeddings that a backbone is given, [1, positions, ...]."""
+    given: list[Any] = [options.get("input_ids"), options.get("inputs_embeds"), *arguments]
+    return next(value for value in given if isinstance(value, torch.Tensor))
+
+
+class _Around:
+    """Hooks that give a backbone the whole row, its layers a part, and their attention modules the whole again."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._tokens: int | None = None  # of the row of the last pass that was shared; all in flight have one length
+
+    def enter(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        tokens = row_tokens()
+        self._tokens = tokens if _given(arguments, options).shape[1] * self._exchange.degree == tokens else None
+        if self._tokens is None:
+            return arguments, options
+        options = {name: self._whole(value, (2, 3)) for name, value in options.items()}
+        return tuple(self._whole(value, (2, 3)) for value in arguments), options
+
+    @torch.compiler.disable
+    def cut(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if self._tokens is None:
+            return arguments, options
+        if arguments:
+            return (self._part(arguments[0]), *arguments[1:]), options
+        return arguments, {n: self._part(value) if n == "hidden_states" else value for n, value in options.items()}
+
+    @torch.compiler.disable
+    def gather(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if self._tokens is None:
+            return arguments, options
+        return tuple(map(self._whole, arguments)), {name: self._whole(value) for name, value in options.items()}
+
+    @torch.compiler.disable
+    def part(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+        if self._tokens is None:
+            return output
+        return tuple(map(self._part, output)) if isinstance(output, tuple) else self._part(output)
+
+    def _whole(self, value: Any, dims: tuple[int, ...] = (3,)) -> Any:
+        """[1, T / degree, width], or without a width, to the same of the whole row; anything else as it is."""
+        assert self._tokens is not None
+        held = self._tokens // self._exchange.degree
+        if not isinstance(value, torch.Tensor) or value.dim() not in dims or value.shape[:2] != (1, held):
+            return value
+        heads = value.reshape(1, 1, held, -1)
+        (whole,) = self._exchange.to_heads((heads,), [[[0]] * self._exchange.degree])
+        return whole.reshape(1, self._tokens, *value.shape[2:])
+
+    def _part(self, value: Any) -> Any:
+        """[1, T, width] to [1, T / degree, width]; anything else as it is."""
+        if not isinstance(value, torch.Tensor) or value.dim() != 3 or value.shape[:2] != (1, self._tokens):
+            return value
+        return value[:, self._exchange.positions(value.shape[1]).to(value.device)]
+
+
+def manner_of(model: Any) -> tuple[Manner | None, str]:
+    """The way in which rows of a model can be shared, or None and the reason as a clause.
 
     Args:
-        model: whole, perhaps on meta; one that looks its attention up by name.
+        model: whole, perhaps on meta.
     """
     kind: Any = type(model)
     kind = getattr(sys.modules[kind.__module__], kind.__name__, kind)  # of a class that loading derives, the base
@@ -88,30 +168,36 @@ def fault(model: Any) -> str | None:
 
 
 @lru_cache(maxsize=8)
-def _tried(cls: type[Any], config_class: type[Any], text: str) -> str | None:
+def _tried(cls: type[Any], config_class: type[Any], text: str) -> tuple[Manner | None, str]:
     with torch.random.fork_rng(devices=[]), quiet(), torch.no_grad():
         torch.manual_seed(0)
         try:
             small = cls(shrink(config_class.from_dict(json.loads(text)))).float().eval()
-            small.set_attn_implementation(register_attention())
+            if takes_attention(cls):
+                small.set_attn_implementation(register_attention())
         except Exception as error:
-            return f"no small model of its kind can be made to try it on ({_said(error)})"
+            return None, f"no small model of its kind can be made to try it on ({_said(error)})"
         for parameter in small.parameters():  # so large that what is out of place shows
             if parameter.dim() >= 2:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
-        packed, why = packing_is_exact(small)
-        return _try(small) if packed else f"{why}, and a row is padded by a document"
+        packed, _ = packing_is_exact(small)
+        lengths = _LENGTHS if packed else (sum(_LENGTHS),)
+        reason = _try(small, "heads", lengths) if takes_attention(cls) else ""
+        if reason is None:
+            return "heads", ""
+        other = _try(small, "modules", lengths)
+        return ("modules", "") if other is None else (None, reason or other)
 
 
-def _try(model: Any) -> str | None:
-    """Run a row in order and in disorder."""
+def _try(model: Any, manner: Manner, lengths: tuple[int, ...]) -> str | None:
+    """Run a row in order and in disorder; what is wrong, if anything."""
     random = np.random.default_rng(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    samples = [Sample.from_ids(random.integers(2, vocabulary, n + 1), np.ones(n + 1)) for n in _LENGTHS]
+    samples = [Sample.from_ids(random.integers(2, vocabulary, n + 1), np.ones(n + 1)) for n in lengths]
     row = Batch.pack(samples)
     order = torch.from_numpy(random.permutation(row.tokens))
     expected = hidden_states(model, row)
-    handles = share(model, _Disorder(order))
+    handles = share(model, _Disorder(order), manner)
     try:
         mixed = replace(row, input_ids=row.input_ids[:, order], position_ids=row.position_ids[:, order])
         found = hidden_states(model, mixed)
@@ -122,7 +208,7 @@ def _try(model: Any) -> str | None:
             handle.remove()
     off = float((found - expected[order]).abs().max() / expected.abs().max())
     if not off <= _TOLERANCE:
-        return "its positions meet, or find their places, in other ways than attention and position_ids"
+        return "its positions meet, or find their places, outside its attention"
     return None
 
 
