@@ -14,6 +14,7 @@ from luthier.hf.load import build_on_meta
 from luthier.hf.tiny import debug_config
 from luthier.parallel.balance import balance, costs
 from luthier.parallel.cuttable import refusal, roles_of
+from luthier.parallel.pipeline import cut
 from luthier.parallel.programs import PROGRAMS, stages_of
 from luthier.parallel.stages import Part, remove_others
 
@@ -120,3 +121,12 @@ def test_schedules_are_given_as_many_microbatches_as_they_need() -> None:
         for given in range(1, 9):
             count = program.microbatches(given, 2, program.stages_per_rank)
             assert given <= count <= max(given + 1, 4), name
+
+
+def test_compiled_layers_cannot_split_their_backward_pass() -> None:
+    class TwoRanks:
+        def size(self) -> int:
+            return 2
+
+    with pytest.raises(ConfigError, match=r"zero_bubble .* compiled layers both at once"):
+        cut(on_meta("llama", layers=4), TwoRanks(), schedule="zero_bubble", compiled=True)  # type: ignore[arg-type]

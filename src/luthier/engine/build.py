@@ -27,7 +27,6 @@ from luthier.hf.allocator import bound_kernel_cache, tune_allocator
 from luthier.hf.anatomy import Anatomy, describe
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import let_mask_itself, masks_itself, packing_is_exact
-from luthier.hf.gather import plain_class
 from luthier.hf.head import HeadInfo, linear_head
 from luthier.hf.limits import Limits, limits_of
 from luthier.hf.load import DTYPES, load_model, tie_on_meta
@@ -39,7 +38,7 @@ from luthier.parallel.checkpointing import Policy, checkpoint_activations
 from luthier.parallel.fsdp import shard
 from luthier.parallel.mesh import Mesh
 from luthier.parallel.pipeline import Cut, Pipeline, cut
-from luthier.parallel.programs import PROGRAMS
+from luthier.parallel.programs import stages_of
 
 logger = logging.getLogger(__name__)
 
@@ -153,10 +152,6 @@ def build_network(
         _recompute_and_compile(model, plan.anatomy.layers, activation_checkpointing, compile_layers)
     else:
         packing_fault = _packing_fault(model, source, attention, trust_remote_code)
-        if mesh.cp is not None and masks_itself(model):
-            what = "works on its attention masks itself, for positions that other ranks hold"
-            remedy = "set it to 1, and dp_shard higher"
-            raise ConfigError(f"{plain_class(model).__name__} {what}", where="parallel.cp", remedy=remedy)
     rate = moe.bias_update_rate if moe is not None else None
     padded = device.type == "cpu" and model.dtype != torch.float64 and not packing_fault
     return Network(
@@ -235,13 +230,13 @@ class _Plan:
             self._cut(model, self._mesh)
 
     def _cut(self, model: Any, mesh: Mesh) -> None:
-        program = PROGRAMS[self._parallel.pipeline_schedule]
-        rules.check(model, mesh.layout, self._parallel.stages_per_rank or program.stages_per_rank)
+        schedule = self._parallel.pipeline_schedule
+        each = stages_of(schedule, self._parallel.stages_per_rank)
+        rules.check(model, mesh.layout, each)
         layers = self.anatomy.layers
         roots: list[tuple[Any, Sequence[Any]]] = [(model, [model.get_submodule(name) for name in layers])]
         if mesh.pp is not None:
-            wanted = self._parallel
-            self.stages = cut(model, mesh.pp, schedule=wanted.pipeline_schedule, stages_per_rank=wanted.stages_per_rank)
+            self.stages = cut(model, mesh.pp, schedule=schedule, stages_per_rank=each, compiled=self._compile)
             layers = self.stages.layers
             roots = [(stage, stage.layers) for stage in self.stages.stages]
         if mesh.tp is not None:

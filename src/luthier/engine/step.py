@@ -18,8 +18,9 @@ from luthier.engine.network import held, require_readable, summed, whole
 from luthier.engine.state import TrainState
 from luthier.hf.forward import hidden_states
 from luthier.parallel.fsdp import within
+from luthier.parallel.lengths import to_one_length
 from luthier.parallel.norm import gradient_norm, settle
-from luthier.parallel.pipeline import Pipeline, to_one_length
+from luthier.parallel.pipeline import Pipeline
 
 LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]
 """loss(logprobs [T], batch) -> scalar. `logprobs` holds log p(target) where the batch's weight is not 0, else 0."""

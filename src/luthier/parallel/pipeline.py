@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from luthier.batch import NO_TOKEN, Batch, Sample
+from luthier.errors import ConfigError
 from luthier.hf.gather import reshard
 from luthier.parallel.balance import balance, costs
 from luthier.parallel.cuttable import roles_of
@@ -121,7 +122,14 @@ class Cut:
     work: _Work
 
 
-def cut(model: Any, mesh: DeviceMesh, *, schedule: str = "1f1b", stages_per_rank: int | None = None) -> Cut:
+def cut(
+    model: Any,
+    mesh: DeviceMesh,
+    *,
+    schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
+    compiled: bool = False,
+) -> Cut:
     """Leave of a model on meta what this rank's stages run, in place. Names of weights stay as they are.
 
     Args:
@@ -129,12 +137,19 @@ def cut(model: Any, mesh: DeviceMesh, *, schedule: str = "1f1b", stages_per_rank
         mesh: the ranks of the pipeline, one-dimensional.
         schedule: a name of `programs.PROGRAMS`.
         stages_per_rank: for schedules that leave the choice.
+        compiled: its layers will be.
 
     Raises:
-        ConfigError: the schedule takes another number of stages.
+        ConfigError: the schedule takes another number of stages, or no compiled layers.
     """
     program = PROGRAMS[schedule]
     each = stages_of(schedule, stages_per_rank)
+    if compiled and program.splits_backward:
+        raise ConfigError(
+            f"{schedule} makes gradients of inputs and of weights at different times, and compiled layers both at once",
+            where="parallel.pipeline_schedule",
+            remedy="set it to 1f1b or interleaved_1f1b, or leave train.compile out",
+        )
     roles = roles_of(model)
     parts = balance(*costs(model, roles), stages=mesh.size() * each)
     ranks = program.ranks_of_stages(mesh.size(), each)
@@ -354,38 +369,3 @@ class Pipeline:
         dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         logprobs = values[count:].to(dtype).split(sizes)
         return list(zip(values[:count].unbind(), logprobs, strict=True))
-
-
-def to_one_length(batches: Sequence[Batch]) -> list[Batch]:
-    """The same microbatches, as long as the longest, by positions of weight 0 at their ends.
-
-    Rows of one document each grow by their document, which needs no packing to be right. Otherwise documents are added,
-    none longer than the longest there is: a model may have no positions beyond.
-    """
-    length = max(batch.tokens for batch in batches)
-    packed = any(batch.documents > 1 for batch in batches)
-    longest = max(int(batch.cu_seqlens.diff().max()) for batch in batches)
-    return [_lengthened(batch, length, longest if packed else None) for batch in batches]
-
-
-def _lengthened(batch: Batch, length: int, longest: int | None) -> Batch:
-    missing = length - batch.tokens
-    if not missing:
-        return batch
-    filler = batch.input_ids.new_zeros(1, missing)
-    if longest is None:
-        positions = torch.arange(batch.tokens, length, device=filler.device)
-        bounds = torch.cat([batch.cu_seqlens[:-1], batch.cu_seqlens[-1:] + missing])
-    else:
-        positions = torch.arange(missing, device=filler.device) % longest
-        ends = [*range(batch.tokens + longest, length, longest), length]
-        bounds = torch.cat([batch.cu_seqlens, batch.cu_seqlens.new_tensor(ends)])
-    return replace(
-        batch,
-        input_ids=torch.cat([batch.input_ids, filler], 1),
-        position_ids=torch.cat([batch.position_ids, positions[None]], 1),
-        targets=torch.cat([batch.targets, torch.full_like(filler, NO_TOKEN)], 1),
-        weights=torch.cat([batch.weights, batch.weights.new_zeros(1, missing)], 1),
-        cu_seqlens=bounds,
-        origins=(*batch.origins, *[""] * (len(bounds) - 1 - len(batch.origins))) if batch.origins else (),
-    )
