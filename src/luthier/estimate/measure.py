@@ -19,18 +19,20 @@ from luthier.hf.plans import tensor_plan
 from luthier.parallel.styles import CHANGES_HANDS, COLWISE, ROWWISE, lie, lie_of_adapter
 from luthier.report.flops import LayerFlops, count_flops
 
-_LENGTHS = (128, 256)
-"""Tokens of the documents that tell how what a layer keeps grows: with the tokens, and with their square."""
+_SHORT, _LONG = (128, 256), (640, 1280)
+"""Tokens of the documents that tell how what a layer keeps grows: with the tokens, and with their square. On the CPU
+attention keeps its probabilities for documents of up to 512 tokens alone (hf/blocked_attention.py)."""
+_KEPT_UP_TO = 512
 
 
-def measure(model: Any, optimizer: torch.optim.Optimizer, *, cpu: bool = False, fast: bool = False) -> ModelShape:
+def measure(model: Any, optimizer: torch.optim.Optimizer, *, length: int, cpu: bool = False) -> ModelShape:
     """Take a model's sizes.
 
     Args:
         model: on meta, whole, adapters in place, in its training dtype, ties aliased.
         optimizer: built for it.
+        length: tokens of the documents that it will see.
         cpu: it will run on the CPU.
-        fast: there in one process, which has norms and MLPs of its own.
     """
     anatomy = describe(model)
     cuts = _Cuts(model)
@@ -41,6 +43,7 @@ def measure(model: Any, optimizer: torch.optim.Optimizer, *, cpu: bool = False, 
     outside = {name: w for name, w in weights.items() if id(w) not in of_layers}
     before = tuple(w for name, w in outside.items() if name.startswith(f"{anatomy.embedding}."))
     after = tuple(w for w in outside.values() if all(w is not other for other in before))
+    lengths = _LONG if cpu and length > _KEPT_UP_TO else _SHORT
     kinds: dict[Any, str] = {}
     kind_of = {}
     flows = any(weight.gradient for weight in before)
@@ -48,9 +51,11 @@ def measure(model: Any, optimizer: torch.optim.Optimizer, *, cpu: bool = False, 
         key = (tuple(map(astuple, inside[layer])), counted, type(model.get_submodule(layer)), flows)
         kind_of[layer] = kinds.setdefault(key, layer)
         flows = flows or any(weight.gradient for weight in inside[layer])
-    works = outline(model, anatomy, {layer: key[3] for key, layer in kinds.items()}, _LENGTHS, cpu=cpu, fast=fast)
+    works = outline(model, anatomy, {layer: key[3] for key, layer in kinds.items()}, lengths, cpu=cpu)
     shapes = {
-        layer: _layer(model, anatomy, layer, tuple(inside[layer]), key[1], works[layer] if works else None, cuts)
+        layer: _layer(
+            model, anatomy, layer, tuple(inside[layer]), key[1], works[layer] if works else None, cuts, lengths
+        )
         for key, layer in kinds.items()
     }
     head = model.get_output_embeddings()
@@ -123,14 +128,15 @@ def _layer(
     flops: LayerFlops,
     works: list[dict[str, Work]] | None,
     cuts: _Cuts,
+    lengths: tuple[int, int],
 ) -> LayerShape:
     config = model.config.get_text_config()
     prefix = f"{layer}."
     routed = _routed(model, prefix, cuts)
     modules = [name for name in cuts.experts if name.startswith(prefix)]
     if works is not None:
-        kept = _shares([{name: float(w.kept) for name, w in one.items()} for one in works], prefix, cuts)
-        moved = _shares([{name: float(w.moved) for name, w in one.items()} for one in works], prefix, cuts)
+        kept = _shares([{name: float(w.kept) for name, w in one.items()} for one in works], prefix, cuts, lengths)
+        moved = _shares([{name: float(w.moved) for name, w in one.items()} for one in works], prefix, cuts, lengths)
         operations = sum(work.operations for work in works[0].values()) + 8 * len(modules)
     else:
         kept = _from_shapes(model, anatomy, layer)
@@ -198,7 +204,7 @@ def _attention(config: Any) -> tuple[int, int, int, int]:
     return heads, keys, latent or size, getattr(config, "v_head_dim", None) or size
 
 
-def _shares(counts: list[dict[str, float]], prefix: str, cuts: _Cuts) -> Share:
+def _shares(counts: list[dict[str, float]], prefix: str, cuts: _Cuts, lengths: tuple[int, int]) -> Share:
     """Bytes that modules of a layer account for, at each of the lengths, by what tp makes of them."""
     totals: dict[str, list[float]] = {}
     parents = {name.rpartition(".")[0] for name, style in cuts.styles.items() if style in COLWISE | ROWWISE}
@@ -206,7 +212,7 @@ def _shares(counts: list[dict[str, float]], prefix: str, cuts: _Cuts) -> Share:
         for name, count in one.items():
             side = _side(prefix + name, parents, cuts)
             totals.setdefault(side, [0.0] * len(counts))[index] += count
-    return Share(**{side: _growth(values) for side, values in totals.items()})
+    return Share(**{side: _growth(values, lengths) for side, values in totals.items()})
 
 
 def _side(name: str, parents: set[str], cuts: _Cuts) -> str:
@@ -219,8 +225,8 @@ def _side(name: str, parents: set[str], cuts: _Cuts) -> str:
     return "stream"
 
 
-def _growth(values: list[float]) -> Growth:
-    short, long = _LENGTHS
+def _growth(values: list[float], lengths: tuple[int, int]) -> Growth:
+    short, long = lengths
     square = (values[1] / long - values[0] / short) / (long - short)
     if abs(square) * long < 1e-3 * values[1] / long:
         square = 0.0  # rounding of small tensors that do not grow

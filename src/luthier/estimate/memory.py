@@ -136,6 +136,10 @@ def _gathered(plan: Plan, root: Totals, layers: list[tuple[Totals, int]]) -> _Ga
         return _Gathered()
     everything = sum(count * of.whole for of, count in layers)
     ahead = 2 * max((of.whole for of, _ in layers), default=0) if plan.reshard else everything
+    if plan.layout.pp > 1:  # gradients are summed over ranks once, after the last microbatch
+        waiting = sum(count * of.sums for of, count in layers)
+        largest = max((of.sums for of, _ in layers), default=0)
+        return _Gathered(True, root.whole, root.sums, root.sums, ahead, ahead + waiting + largest)
     gradients = max((of.whole_gradients + of.sums for of, _ in layers), default=0)
     return _Gathered(True, root.whole, root.whole_gradients, root.sums, ahead, ahead + gradients)
 

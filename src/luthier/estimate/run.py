@@ -54,13 +54,12 @@ class Prepared:
     precision: str
 
 
-def prepare(config: RunConfig, *, cpu: bool, fast: bool) -> Prepared:
+def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
     """Build a run's model on meta and measure it. Nothing but its `config.json` is read, no weight and no row.
 
     Args:
         config: of the run; data may be empty.
         cpu: for the CPU.
-        fast: in one process.
 
     Raises:
         ModelError: the model's config cannot be found or read.
@@ -84,7 +83,7 @@ def prepare(config: RunConfig, *, cpu: bool, fast: bool) -> Prepared:
         adapters=is_adapter_weight,
         hidden_matrices=lambda name: name.startswith(inside),
     )
-    return Prepared(model, measure(model, optimizer, cpu=cpu, fast=fast), line, precision)
+    return Prepared(model, measure(model, optimizer, length=config.data.sequence_length, cpu=cpu), line, precision)
 
 
 def estimate(
@@ -113,7 +112,7 @@ def estimate(
     parallel = parse_layout(layout, config.parallel) if layout is not None else config.parallel
     cpu = cluster == "cpu" or (cluster is None and choose_device(config.train.device).type == "cpu")
     resolved = Layout.resolve(parallel, gpus or _ranks(parallel))
-    prepared = prepare(config, cpu=cpu, fast=resolved.ranks == 1)
+    prepared = prepare(config, cpu=cpu)
     program = PROGRAMS[parallel.pipeline_schedule]
     rules.check(prepared.model, resolved, parallel.stages_per_rank or program.stages_per_rank)
     plan = _plan(config, parallel, resolved)
@@ -145,7 +144,7 @@ def find_layouts(config: RunConfig, gpus: int, cluster: str = "h200", keep: int 
         ConfigError: no layout fits.
     """
     machine = find_cluster(cluster)
-    prepared = prepare(config, cpu=machine.shared, fast=gpus == 1)
+    prepared = prepare(config, cpu=machine.shared)
     length = config.data.sequence_length
     tokens = config.train.tokens_per_step or (config.train.rows_per_step or 0) * length or _TOKENS_A_GPU * gpus
 

@@ -113,9 +113,11 @@ def on_links(layout: Layout, flow: Flow, gpus_per_node: int) -> tuple[float, flo
 
 def _weights(shape: ModelShape, plan: Plan, held: Held) -> Iterator[Flow]:
     """FSDP: weights are gathered layer by layer, gradients summed and dealt out again; HSDP: and summed over copies."""
-    layout, times = plan.layout, plan.microbatches
+    layout, times, backs = plan.layout, plan.microbatches, plan.microbatches
     if layout.fsdp == layout.dp_replicate == 1:
         return
+    if layout.pp > 1:  # torch's schedules sum gradients once, and keep what is not given back in the forward pass
+        times, backs = times if plan.reshard else 1, 1
     groups = [("outside of the layers", totals(held.outside, layout), 1, False)]
     groups += [("of the layers", totals(layer.weights, layout), count, plan.reshard) for layer, count in held.kinds]
     axes: tuple[Axis, ...] = ("fsdp", "efsdp") if layout.ep > 1 else ("fsdp",)
@@ -137,13 +139,11 @@ def _weights(shape: ModelShape, plan: Plan, held: Held) -> Iterator[Flow]:
             scattered += trained * (ranks - 1) * count
             scatters += count if trained else 0
             summed += 2 * trained * (copies - 1) // copies * count
-        if not groups[0][1].trained:  # nothing tells FSDP to give frozen weights back, so they stay gathered
-            gathered["outside of the layers"] = [0, 0]
         for what, (size, number) in gathered.items():
             yield Flow(f"weights {what}", "all_gather", axis, "forward", size * times, number * times)
         yield Flow("weights of the layers", "all_gather", axis, "backward", again * times, calls * times)
-        yield Flow("gradients", "reduce_scatter", axis, "backward", scattered * times, scatters * times)
-        yield Flow("gradients of copies", "all_reduce", "dp_replicate", "backward", summed * times, scatters * times)
+        yield Flow("gradients", "reduce_scatter", axis, "backward", scattered * backs, scatters * backs)
+        yield Flow("gradients of copies", "all_reduce", "dp_replicate", "backward", summed * backs, scatters * backs)
 
 
 def _stream(shape: ModelShape, plan: Plan) -> int:
@@ -185,7 +185,7 @@ def _tensor(shape: ModelShape, plan: Plan, held: Held) -> Iterator[Flow]:
     yield Flow("gradients of slices", "reduce_scatter", "tp", "backward", round(slices) * times, joins * times)
     whole = totals(held.outside, layout)
     layers = [(totals(layer.weights, layout), count) for layer, count in held.kinds]
-    if layout.fsdp > 1 or layout.dp_replicate > 1:  # FSDP wants whole gradients each time
+    if (layout.fsdp > 1 or layout.dp_replicate > 1) and layout.pp == 1:  # FSDP wants whole gradients each time
         parts, often = whole.parts + sum(count * of.parts for of, count in layers), times
     else:
         parts, often = whole.wide_parts + sum(count * of.wide_parts for of, count in layers), 1

@@ -69,7 +69,6 @@ def outline(
     lengths: Sequence[int],
     *,
     cpu: bool = False,
-    fast: bool = False,
 ) -> dict[str, list[dict[str, Work]]] | None:
     """What some layers do and keep in the forward pass of one document.
 
@@ -78,8 +77,7 @@ def outline(
         anatomy: its parts.
         layers: names of the layers to run, and whether a gradient flows to what comes before each.
         lengths: of the documents to run them on, one after another.
-        cpu: run them as on the CPU, with attention in blocks, which takes the memory of a layer.
-        fast: with the norms and MLPs that one process has on the CPU.
+        cpu: run them as on the CPU, with its norms and MLPs and attention in blocks, which takes the memory of a layer.
 
     Returns:
         of each layer, for each length, name of a module within the layer ("" for itself) -> its work, in the order of
@@ -87,7 +85,7 @@ def outline(
     """
     device = "cpu" if cpu else "meta"
     try:
-        with quiet(), _prepared(model, anatomy, layers, cpu, fast) as own:
+        with quiet(), _prepared(model, anatomy, layers, cpu) as own:
             calls = [_first_call(own, anatomy, length, device) for length in lengths]
             return {
                 name: [_run(own.get_submodule(name), flows, *call) for call in calls] for name, flows in layers.items()
@@ -98,17 +96,14 @@ def outline(
 
 
 @contextmanager
-def _prepared(
-    model: PreTrainedModel, anatomy: Anatomy, layers: Iterable[str], cpu: bool, fast: bool
-) -> Iterator[PreTrainedModel]:
+def _prepared(model: PreTrainedModel, anatomy: Anatomy, layers: Iterable[str], cpu: bool) -> Iterator[PreTrainedModel]:
     """A copy that shares nothing, with stand-ins in place."""
     own = copy.deepcopy(model).train()
     keep = set(layers)
     for name in anatomy.experts:
         own.get_submodule(name).__dict__["forward"] = _routed
     if cpu:
-        if fast:
-            accelerate_model(own)
+        accelerate_model(own)
         inside = tuple(f"{name}." for name in (*anatomy.layers, anatomy.embedding))
         for name, module in own.named_modules():
             wanted = any(name == layer or name.startswith(f"{layer}.") for layer in keep)
