@@ -14,6 +14,7 @@ from luthier.batch import Batch, Sample
 from luthier.config import LoraConfig, MoeConfig
 from luthier.config.sections import SGDConfig
 from luthier.engine.build import build_state
+from luthier.engine.checkpoint import Checkpointer, committed
 from luthier.engine.evaluate import evaluate
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all, optim_step
@@ -195,6 +196,19 @@ def test_biases_move_towards_balance(world: Any, models: dict[str, Path], kind: 
     for biases in found:
         assert biases.keys() == before.keys()
         assert all(torch.equal(biases[name], expected[name].to(biases[name].dtype)) for name in expected)
+
+
+def test_checkpoints_hold_the_biases(models: dict[str, Path], tmp_path: Path) -> None:
+    state = one(models["deepseek_v3"], MoeConfig(bias_update_rate=0.5))
+    forward_backward_all(state, microbatches(documents(), 0, 1))
+    optim_step(state)
+    names = [name for name, _ in state.model.named_buffers() if name.endswith("correction_bias")]
+    assert names
+    checkpoints = Checkpointer(tmp_path, asynchronous=False)
+    checkpoints.save(state, {})
+    again = one(models["deepseek_v3"], MoeConfig())
+    checkpoints.load(again, committed(tmp_path)[-1])
+    assert all(torch.equal(again.model.get_buffer(name), state.model.get_buffer(name)) for name in names)
 
 
 def test_a_step_that_is_not_applied_moves_nothing(models: dict[str, Path]) -> None:

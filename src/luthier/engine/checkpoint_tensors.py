@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from luthier.engine.state import TrainState
 from luthier.errors import CheckpointError
 from luthier.hf.gather import blocks, coordinate_of, local_part, reshard
+from luthier.hf.routing import find_biases
 from luthier.hf.tensor_file import NAMES, Entry, TensorFile
 
 _OFFSETS = "DCP_SHARDING_INFO"
@@ -65,6 +66,9 @@ def tensors_of(state: TrainState, trainable_only: bool) -> Tensors:
     for parameter, name in names.items():
         if parameter.requires_grad or not trainable_only:
             tensors[f"model.{name}"] = parameter.detach()
+    if not trainable_only:  # biases of routers may move, though no gradient moves them
+        buffers = dict(state.model.named_buffers())
+        tensors |= {f"model.{name}": buffers[name] for name in find_biases(state.model).values() if name in buffers}
     for parameter, values in state.optimizer.state.items():
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
