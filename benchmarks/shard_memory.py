@@ -1,6 +1,6 @@
 """Peak memory of a rank, above what it takes to import everything, when a model is shared out over ranks.
 
-    python benchmarks/shard_memory.py [--parameters 500e6] [--ranks 4] [--precision fp32] [--keep DIRECTORY]
+    python benchmarks/shard_memory.py [--hidden 1024] [--ranks 4] [--precision fp32] [--keep DIRECTORY]
 
 For one process and for `dp_shard` ranks, each a process of its own: the model is made (from random weights, or read
 from the files that the run before has exported), takes two steps, saves a checkpoint and is exported. Printed is the
@@ -21,12 +21,12 @@ from typing import Any
 
 PARTS = ("loading", "steps", "checkpoint", "export")
 RANDOM, FILES = "random weights", "from files"
-TOKENS = 128
+TOKENS, VOCABULARY = 64, 32_000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=float, default=500e6)
+    parser.add_argument("--hidden", type=int, default=1024, help="of 28 layers: 1024 makes 503M parameters, 512 126M")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--keep", type=Path, help="write exports and checkpoints here")
@@ -39,7 +39,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = arguments.keep or Path(scratch)
         model = directory / "config"
-        size = write_config(model, arguments.parameters)
+        size = write_config(model, arguments.hidden)
         print(f"{size / 1e6:.0f}M parameters, {arguments.precision}, AdamW; MB above imports, of the largest rank")
         print(f"{'weights':<16} {'ranks':>5} " + " ".join(f"{part:>10}" for part in PARTS) + f" {'ratio':>7}")
         for source in (RANDOM, FILES):
@@ -54,23 +54,25 @@ def main() -> None:
                 print(f"{'':<16} {'':>5} {parts}", flush=True)
 
 
-def write_config(directory: Path, wanted: float) -> int:
-    """A Llama-shaped config of about so many parameters; returns how many."""
+def write_config(directory: Path, hidden: int) -> int:
+    """A Llama-shaped config in which layers and embedding have the same shares of every size; returns parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from luthier.hf.load import build_on_meta
 
-    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16}
-    shape |= {"vocab_size": 32_000, "tie_word_embeddings": True, "max_position_embeddings": 2048}
-
-    def parameters(layers: int) -> int:
-        model = build_on_meta(LlamaForCausalLM, LlamaConfig(num_hidden_layers=layers, **shape))
-        return sum(p.numel() for name, p in model.named_parameters() if not name.startswith("lm_head"))
-
-    first, second = parameters(1), parameters(2)
-    layers = max(1, round((wanted - first) / (second - first)) + 1)
-    LlamaConfig(num_hidden_layers=layers, architectures=["LlamaForCausalLM"], **shape).save_pretrained(directory)
-    return first + (layers - 1) * (second - first)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        vocab_size=VOCABULARY * hidden // 1024,
+        tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(directory)
+    model = build_on_meta(LlamaForCausalLM, config)
+    return sum(p.numel() for name, p in model.named_parameters() if not name.startswith("lm_head"))
 
 
 def run(source: str, directory: Path, precision: str, ranks: int) -> dict[str, int]:
@@ -135,7 +137,7 @@ def measure(source: str, directory: Path, precision: Any) -> None:
     note("loading")
     generator = torch.Generator().manual_seed(rank)
     for _ in range(2):
-        ids = torch.randint(0, 32_000, (TOKENS + 1,), generator=generator).numpy()
+        ids = torch.randint(0, 8_000, (TOKENS + 1,), generator=generator).numpy()
         batch = Batch.pack([Sample.from_ids(ids, torch.ones(TOKENS + 1).numpy(), "row")])
         forward_backward_all(state, [batch.scaled(1 / (TOKENS * ranks))])
         optim_step(state, max_gradient_norm=1.0)
