@@ -29,6 +29,7 @@ from luthier.parallel.checkpointing import checkpoint_activations
 from luthier.parallel.context import cut, held_positions, join, prepare, refusal
 from tests.adapters.models import PEFT_WARNINGS, disturb
 from tests.oracles.plain import gradient_error, plain_model, save_strong, weighted_sum
+from tests.oracles.rope import LONGROPE
 from tests.world import World
 
 pytestmark = list(PEFT_WARNINGS)
@@ -80,6 +81,7 @@ KINDS = {
         "gpt_neo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 5}, bound=1e-6
     ),
     "stablelm": Kind("stablelm"),
+    "phi3_long": Kind("phi3", LONGROPE, targets=("qkv_proj", "o_proj")),
     "llama4_text": Kind("llama4_text", {"attention_chunk_size": 5}, bound=1e-6),
 }
 

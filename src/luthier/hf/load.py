@@ -35,6 +35,7 @@ from luthier.hf import attention as luthier_attention
 from luthier.hf.initialise import initialise
 from luthier.hf.kinds import not_causal
 from luthier.hf.quiet import quiet
+from luthier.hf.rotary import follow_documents
 from luthier.hf.source import ModelSource, explain, fetch, load_config
 from luthier.hf.weights import open_weights, same_bits
 
@@ -142,6 +143,7 @@ def load_model(
             raise explain(source, error, "the model") from error
     _take_off(model, hooked, base)
     _finish(model, source, loading)
+    follow_documents(model)
     return model
 
 
