@@ -11,11 +11,13 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, PreTrained
 _READS_OTHERS = {
     "bert-generation": "an encoder, whose positions see those after them",
     "xlnet": "an encoder, whose positions are predicted in any order",
+    "emu3": "a model of pictures, whose text part Transformers opens only within it",
     "gemma3n": "a model with eyes and ears that only timm can build (its text model is gemma3n_text)",
     "gemma4_assistant": "a drafting model, which reads the hidden states of another model",
     "gemma4_unified_assistant": "a drafting model, which reads the hidden states of another model",
     "git": "a model that writes of pictures, and needs them",
     "got_ocr2": "a model that reads pictures, and needs them",
+    "mllama": "a model that reads pictures, whose text part Transformers opens only within it",
     "moshi": "a model that speaks, and needs sound",
     "moss_transcribe_diarize": "a model that writes down speech, and needs sound",
     "trocr": "a model that reads pictures, and needs them",
