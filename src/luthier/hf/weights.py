@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from luthier.errors import ModelError
 
+_ROWS = 4096
 _SAFETENSORS, _BIN = "model.safetensors", "pytorch_model.bin"
 
 
@@ -88,9 +89,21 @@ def _read_bin(file: Path) -> dict[str, torch.Tensor]:
 
 
 def same_bits(left: Any, right: Any) -> bool:
-    """Whether two weights are equal in shape and in every value."""
-    a, b = left[...], right[...]
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    """Whether two weights are equal in shape and in every value; some rows at a time, since they may be the largest."""
+    shape, other = (
+        [int(n) for n in (w.shape if isinstance(w, torch.Tensor) else w.get_shape())] for w in (left, right)
+    )
+    if shape != other:
+        return False
+    if not shape:
+        return bool(left[...] == right[...])
+    rows = (slice(start, min(start + _ROWS, shape[0])) for start in range(0, shape[0], _ROWS))
+    return all(_equal_rows(left, right, some) for some in rows)
+
+
+def _equal_rows(left: Any, right: Any, rows: slice) -> bool:
+    a, b = left[rows], right[rows]
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def checkpoint_dtype(directory: Path) -> torch.dtype | None:
