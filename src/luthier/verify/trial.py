@@ -133,6 +133,7 @@ class Trial:
         self._lora = adapter or LoraConfig(rank=4, alpha=8.0, target=["all-linear"])
         self._options, self._device = dict(options or {}), device
         self._known: dict[bool, dict[str, Any]] = {}
+        self._failures: dict[bool, Failed] = {}
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
 
@@ -142,6 +143,8 @@ class Trial:
         Raises:
             Failed: plain Transformers (or PEFT) cannot do it either.
         """
+        if (failure := self._failures.get(lora)) is not None:
+            raise failure
         if lora not in self._known:
             output = self._scratch / ("lora" if lora else "full")
             output.mkdir()
@@ -161,8 +164,9 @@ class Trial:
                         device=self._device,
                     )
                     break
-                except Failed:
+                except Failed as error:
                     if precision == "float32":
+                        self._failures[lora] = error
                         raise
             place = adapter["directory"] if adapter is not None else None
             self._known[lora] = {**told, "precision": precision, "output": str(output), "adapter": place}
