@@ -1,0 +1,101 @@
+"""Layouts found for models and clusters of whole halls, and what cannot be found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from luthier.config import RunConfig
+from luthier.errors import ConfigError
+from luthier.estimate import find_layouts, lines
+from luthier.estimate.cluster import find_cluster, this_machine
+from luthier.estimate.models import find_model, known
+from luthier.estimate.run import parse_layout
+from luthier.hf.load import build_on_meta, model_class
+from luthier.parallel.mesh import Layout
+
+PARAMETERS = {
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+}
+"""As the models' own pages count them."""
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_table_holds_the_sizes_of_well_known_models(name: str) -> None:
+    source, config = find_model(name.partition("/")[2])
+    assert source.repo == name
+    model = build_on_meta(model_class(source, config), config)
+    tied = set(model.all_tied_weights_keys)
+    assert sum(p.numel() for key, p in model.named_parameters() if key not in tied) == PARAMETERS[name]
+
+
+def test_other_models_are_what_they_are() -> None:
+    assert find_model("debug:llama")[1] is None
+    assert find_model("Qwen/Qwen3-0.6B", "v1")[1] is None
+    assert len(known()) > 12
+
+
+def found(model: str, gpus: int, **data: Any) -> dict[str, Any]:
+    config = RunConfig.model_validate({"model": model, "data": {"sequence_length": 4096}, **data})
+    return find_layouts(config, gpus)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus"), [("Qwen3-0.6B", 1), ("Llama-3.1-70B", 64), ("Qwen3-235B-A22B", 256)], ids=str
+)
+def test_layouts_are_ranked_with_the_terms_of_their_figures(model: str, gpus: int) -> None:
+    result = found(model, gpus)
+    entries = result["layouts"]
+    assert entries[0]["tokens_per_second"] >= entries[-1]["tokens_per_second"]
+    for entry in entries:
+        assert Layout(**entry["degrees"]).ranks == gpus
+        for terms in (entry["memory"], entry["time"]):
+            assert terms["total"] == pytest.approx(sum(v for name, v in terms.items() if name != "total"))
+        assert entry["memory"]["total"] <= 0.92 * find_cluster("h200").memory
+        # useful operations over the peak of all, no more than what products may reach
+        assert 0.05 < entry["mfu"] <= 0.7
+    table = "\n".join(lines(result))
+    assert entries[0]["layout"] in table
+
+
+def test_adapters_need_less() -> None:
+    full, lora = (found("Qwen3-0.6B", 1, **more)["layouts"][0] for more in ({}, {"adapter": {"kind": "lora"}}))
+    assert lora["memory"]["optimizer"] < 0.05 * full["memory"]["optimizer"]
+    assert lora["tokens_per_second"] > full["tokens_per_second"]
+
+
+def test_what_does_not_fit_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"no layout fits in 128\.6 GiB: one process needs"):
+        found("Llama-3.1-70B", 1)
+
+
+@pytest.mark.parametrize("text", ["dp_shard 2 x tp 4", "dp_shard=2,tp=4", "tp 4, dp_shard 2"])
+def test_layouts_are_written_as_they_are_said(text: str) -> None:
+    base = RunConfig.model_validate({"model": "debug:llama", "data": {}}).parallel
+    assert Layout.resolve(parse_layout(text, base), 8) == Layout(dp_shard=2, tp=4)
+    with pytest.raises(ConfigError, match="is no layout"):
+        parse_layout("two by four", base)
+
+
+def test_clusters_are_presets_files_and_this_machine(tmp_path: Path) -> None:
+    assert find_cluster("h200", 4).gpus_per_node == 4
+    here = this_machine()
+    assert here.for_ranks(4).peak(4) == here.peak(4) / 4
+    own = tmp_path / "own.yaml"
+    fields = "gpus_per_node: 4\nmemory_gib: 40\nbf16_flops: 3.12e+14\nfp32_flops: 1.95e+13\nmemory_bandwidth: 1.5e+12\n"
+    own.write_text(fields + "node_bandwidth: 3.0e+11\nnetwork_bandwidth: 2.5e+10\n", encoding="utf-8")
+    assert find_cluster(str(own)).memory == 40 * 2**30
+    own.write_text("gpus_per_node: none\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="gpus_per_node"):
+        find_cluster(str(own))
+    with pytest.raises(ConfigError, match="did you mean h200"):
+        find_cluster("h20")
