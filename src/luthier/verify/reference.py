@@ -166,7 +166,7 @@ def _write(model: nn.Module, values: Mapping[str, torch.Tensor], file: Path) -> 
     for name, value in values.items():
         wrapper = re.fullmatch(r"(.*)\.lora_([AB])\.default\.weight", name)
         module: Any = experts.get(wrapper[1]) if wrapper is not None else None
-        if wrapper is not None and module is not None:
+        if wrapper is not None and module is not None and module.get_param().dim() == 3:
             name = f"{wrapper[1]}.lora.{module.parameter_name}.lora_{wrapper[2]}.weight"
             count = module.num_experts
             if wrapper[2] == "A":
