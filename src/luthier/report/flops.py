@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from luthier.adapters.layer import LoraLayer
+from luthier.adapters.experts import LoraExperts, adapted
 from luthier.hf.anatomy import Anatomy, describe
 from luthier.hf.linear import linear_shape
 
@@ -154,15 +154,19 @@ def _products(module: nn.Module, flows: bool) -> tuple[int, int]:
     """Operations a token of one linear layer or fused experts: forward, backward."""
     forward = backward = 0
     fused = linear_shape(module) is None
-    for parameter in module.parameters(recurse=False):
-        if parameter.dim() == (3 if fused else 2):  # not the biases, which experts have in two dimensions
-            once = 2 * parameter.numel() // (parameter.shape[0] if fused else 1)  # one expert's
-            forward += once
-            backward += once * (flows + parameter.requires_grad)
-    if isinstance(module, LoraLayer):
-        down, up = 2 * module.lora_A.weight.numel(), 2 * module.lora_B.weight.numel()
-        forward += down + up
-        backward += down * (1 + flows) + 2 * up
+    adapters = {name.rpartition(".")[2] or "weight": adapter for name, adapter in adapted(module)}
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.dim() != (3 if fused else 2):  # the biases, which experts have in two dimensions
+            continue
+        each = parameter.shape[0] if fused else 1  # one expert's are counted
+        once = 2 * parameter.numel() // each
+        forward += once
+        backward += once * (flows + parameter.requires_grad)
+        if (adapter := adapters.get(name)) is not None:
+            down, up = 2 * adapter.lora_A.weight.numel() // each, 2 * adapter.lora_B.weight.numel() // each
+            forward += down + up
+            backward += down * (1 + flows) + 2 * up
+        flows = flows or parameter.requires_grad or adapter is not None  # into an expert's next matrix
     return forward, backward
 
 
@@ -180,8 +184,8 @@ def _stages(anatomy: Anatomy, layer: str) -> list[list[str]]:
 
 
 def _own_parameters_train(layer: nn.Module) -> bool:
-    """Whether a norm or another parameter outside the linear modules of a layer trains."""
-    linear = [module for module in layer.modules() if linear_shape(module) is not None]
+    """Whether a norm or another parameter outside the linear modules and adapted experts of a layer trains."""
+    linear = [m for m in layer.modules() if linear_shape(m) is not None or isinstance(m, LoraExperts)]
     counted = {id(p) for module in linear for p in module.parameters()}
     return any(parameter.requires_grad and id(parameter) not in counted for parameter in layer.parameters())
 
