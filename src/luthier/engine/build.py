@@ -35,7 +35,7 @@ from luthier.hf.source import ModelSource
 from luthier.optim.build import build_optimizer
 from luthier.parallel import context, expert, rules, tensor
 from luthier.parallel.checkpointing import Policy, checkpoint_activations
-from luthier.parallel.fsdp import shard
+from luthier.parallel.fsdp import shard, sum_what_is_whole
 from luthier.parallel.mesh import Mesh
 from luthier.parallel.pipeline import Cut, Pipeline, cut
 from luthier.parallel.programs import stages_of
@@ -144,6 +144,8 @@ def build_network(
         alone = pipeline.run_alone if pipeline is not None else None
         found = finish_lora(model, adapter, seed, run=alone, part=mesh is not None)
         lora = found if mesh is None else lora  # a rank sees its part alone
+    if mesh is not None and mesh.fsdp is not None:
+        sum_what_is_whole(model, mesh.fsdp)
     if mesh is None:
         if device.type == "cpu":
             for line in accelerate_model(model):

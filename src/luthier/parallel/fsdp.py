@@ -12,6 +12,7 @@ from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 
 Result = TypeVar("Result")
 
@@ -55,13 +57,11 @@ def shard(
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=wide.get(dtype, torch.float32), cast_forward_inputs=False),
         "offload_policy": offload,
     }
+    dealt = list(experts)
+    settings["ignored_params"] = _of_other_dtypes(model, dtype, dealt)
     if expert_mesh is not None:
-        for module in experts:
+        for module in dealt:
             fully_shard(module, mesh=expert_mesh, reshard_after_forward=reshard, **settings)
-    for module in model.modules():  # a group is of one dtype; routers are kept in fp32 by many models
-        own = [p.dtype for p in module.parameters(recurse=False) if p.is_floating_point() and p.requires_grad]
-        if own and all(kept != dtype for kept in own) and not isinstance(module, FSDPModule):
-            fully_shard(module, mesh=mesh, reshard_after_forward=reshard, **settings)
     for layer in layers:
         if any(True for _ in layer.parameters()):
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, **settings)
@@ -74,6 +74,38 @@ def shard(
                 _keep_sums(group)
     model.__dict__["_within"] = MethodType(_within, model)
     register_fsdp_forward_method(model, "_within")
+
+
+def _of_other_dtypes(model: nn.Module, dtype: torch.dtype, dealt: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """What trains and is kept in another dtype than the rest (routers, decays, often in fp32).
+
+    A group has one dtype, and many of these are read without their module being called, so that nothing would gather
+    them. They are small, and stay whole on every rank.
+    """
+    elsewhere = {id(p) for module in dealt for p in module.parameters()}
+    floating = [p for p in model.parameters() if p.is_floating_point() and p.requires_grad]
+    return {p for p in floating if p.dtype != dtype and id(p) not in elsewhere}
+
+
+def sum_what_is_whole(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let gradients of weights that no group shards be summed over the ranks, once in each backward pass.
+
+    Args:
+        model: sharded by `shard`, with its weights: loading replaces parameters, and what hangs on them.
+        mesh: what it was sharded over.
+    """
+    groups = [mesh.get_group(index) for index in range(mesh.ndim)]
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.clone()  # what autograd hands over may be somebody else's too
+        for group in groups:
+            dist.all_reduce(total.to_local() if isinstance(total, DTensor) else total, group=group)
+        return total
+
+    for parameter in model.parameters():
+        names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+        if parameter.requires_grad and not {"fsdp", "efsdp"} & set(names or ()):
+            parameter.register_hook(summed)
 
 
 def _keep_sums(group: Any) -> None:
