@@ -77,9 +77,6 @@ KINDS = {
     "falcon_alibi": Kind("falcon", {"alibi": True}, alone=True),
     "bloom": Kind("bloom", targets=("query_key_value", "dense"), bound=1e-6, alone=True),
     "mpt": Kind("mpt", targets=("Wqkv", "out_proj"), bound=1e-6, alone=True),
-    "gpt_neo": Kind(
-        "gpt_neo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 5}, bound=1e-6
-    ),
     "stablelm": Kind("stablelm"),
     "phi3_long": Kind("phi3", LONGROPE, targets=("qkv_proj", "o_proj")),
     "llama4_text": Kind("llama4_text", {"attention_chunk_size": 5}, bound=1e-6),
@@ -271,6 +268,7 @@ def test_whole_rows_need_no_exchange(world: Callable[[int], World], saved: Calla
     [
         ("mamba", "MambaForCausalLM has MambaBlock, through which each position sees those before it in order"),
         ("qwen3_next", "Qwen3NextGatedDeltaNet, through which"),
+        ("gpt_neo", "its forward refuses a part of a row (shape"),
         ("cpmant", "its positions meet, or find their places, outside its attention"),
     ],
 )

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -197,19 +198,31 @@ def _try(model: Any, manner: Manner, lengths: tuple[int, ...]) -> str | None:
     row = Batch.pack(samples)
     order = torch.from_numpy(random.permutation(row.tokens))
     expected = hidden_states(model, row)
-    handles = share(model, _Disorder(order), manner)
     try:
-        mixed = replace(row, input_ids=row.input_ids[:, order], position_ids=row.position_ids[:, order])
-        found = hidden_states(model, mixed)
+        with _shared(model, _Disorder(order), manner):
+            found = hidden_states(model, _places(row, order))
+        with _shared(model, _Half(), manner):  # for its shapes alone
+            hidden_states(model, _places(row, torch.arange(row.tokens // 2)))
     except Exception as error:
         return f"its forward refuses a part of a row ({_said(error)})"
-    finally:
-        for handle in handles:
-            handle.remove()
     off = float((found - expected[order]).abs().max() / expected.abs().max())
     if not off <= _TOLERANCE:
         return "its positions meet, or find their places, outside its attention"
     return None
+
+
+def _places(row: Batch, where: torch.Tensor) -> Batch:
+    return replace(row, input_ids=row.input_ids[:, where], position_ids=row.position_ids[:, where])
+
+
+@contextmanager
+def _shared(model: Any, exchange: Exchange, manner: Manner) -> Iterator[None]:
+    handles = share(model, exchange, manner)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Disorder:
@@ -230,6 +243,25 @@ class _Disorder:
 
     def to_positions(self, output: torch.Tensor) -> torch.Tensor:
         return output[:, self._order]
+
+
+class _Half:
+    """An `Exchange` of two ranks, of which the other one holds zeros."""
+
+    degree, rank = 2, 0
+
+    def positions(self, tokens: int) -> torch.Tensor:
+        return torch.arange(tokens // 2)
+
+    def to_heads(
+        self, tensors: Sequence[torch.Tensor], wanted: Sequence[Sequence[Sequence[int]]]
+    ) -> tuple[torch.Tensor, ...]:
+        own = [tensor[:, list(heads[0])] for tensor, heads in zip(tensors, wanted, strict=True)]
+        return tuple(torch.cat([tensor, torch.zeros_like(tensor)], 2) for tensor in own)
+
+    def to_positions(self, output: torch.Tensor) -> torch.Tensor:
+        held = output[:, : output.shape[1] // 2]
+        return torch.cat([held, torch.zeros_like(held)], 2)
 
 
 def _said(error: Exception) -> str:
