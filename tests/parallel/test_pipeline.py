@@ -21,7 +21,6 @@ from luthier.engine.step import forward_backward_all, optim_step
 from luthier.hf import load
 from luthier.hf.source import resolve
 from luthier.hf.tiny import debug_config
-from luthier.parallel.lengths import to_one_length
 from luthier.parallel.programs import PROGRAMS
 from tests.adapters.models import PEFT_WARNINGS
 from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong, weighted_sum
@@ -146,8 +145,8 @@ def test_adapters_equal_peft(world: Any, models: dict[str, Path], kind: str, sch
 
 
 def both(path: Path, schedule: str, count: int, lora: LoraConfig | None = None) -> dict[str, tuple[Any, Any]]:
-    """Gradients in fp32 of a pipeline and of accumulation in this process, of microbatches of one length."""
-    samples = documents(lengths=[24, 40] * count)
+    """Gradients in fp32 of a pipeline and of accumulation in this process."""
+    samples = documents(lengths=[24, 40, 7, 33, 64, 1, 50, 9][: 2 * count])
     piped = ready(path, {"pp": 2}, precision="fp32", adapter=lora, pipeline_schedule=schedule)
     alone = build_state(
         resolve(str(path)),
@@ -171,7 +170,7 @@ def both(path: Path, schedule: str, count: int, lora: LoraConfig | None = None) 
 
 
 @pytest.mark.parametrize("schedule", PROGRAMS)
-def test_equal_microbatches_give_the_bits_of_accumulation(world: Any, models: dict[str, Path], schedule: str) -> None:
+def test_the_bits_are_those_of_accumulation(world: Any, models: dict[str, Path], schedule: str) -> None:
     for lora in (None, LoraConfig(rank=4, target=["attn", "mlp"])):
         for compared in world(2).run(both, models["qwen3"], schedule, 4, lora):
             assert all(torch.equal(ours, theirs) for ours, theirs in compared.values())
@@ -263,15 +262,3 @@ def test_stages_read_their_own_weights_and_copies_stay_equal(world: Any, models:
     assert torch.equal(last[embedding], last["lm_head.weight"])
     assert read_first & read_last == {embedding}
     assert read_first | read_last == (first.keys() | last.keys()) - {"lm_head.weight"}
-
-
-def test_rows_are_made_as_long_as_the_longest() -> None:
-    alone = to_one_length([Batch.pack([sample]) for sample in documents(lengths=[3, 8])])
-    assert [batch.cu_seqlens.tolist() for batch in alone] == [[0, 8], [0, 8]]
-    assert alone[0].position_ids.tolist() == [list(range(8))]
-    assert alone[0].weights[0, 3:].sum() == 0
-    rows = [Batch.pack(documents(lengths=[3])), Batch.pack(documents(lengths=[4, 4, 2]))]
-    packed = to_one_length(rows)
-    assert [batch.cu_seqlens.tolist() for batch in packed] == [[0, 3, 7, 10], [0, 4, 8, 10]]
-    assert packed[0].position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 1, 2]]
-    assert packed[1] is rows[1]

@@ -78,7 +78,7 @@ def _score(network: Network, hidden: torch.Tensor, row: Batch, batch: Batch) -> 
     chosen = row.weights[0].nonzero().squeeze(-1)  # [n]
     values = torch.zeros(row.tokens, dtype=head.dtype, device=row.input_ids.device)
     if chosen.numel():
-        values[chosen] = head.logprobs(hidden[chosen], row.targets[0, chosen])
+        values[chosen] = head.logprobs(hidden[chosen], row.targets[0, chosen]).to(head.dtype)
     elif network.mesh is not None:  # its weights are everybody's: take part
         head.logprobs(hidden[:1], row.targets[0, :1].clamp(min=0))
     return whole(network, values, batch)

@@ -18,7 +18,6 @@ from luthier.engine.network import held, require_readable, summed, whole
 from luthier.engine.state import TrainState
 from luthier.hf.forward import hidden_states
 from luthier.parallel.fsdp import within
-from luthier.parallel.lengths import to_one_length
 from luthier.parallel.norm import gradient_norm, settle
 from luthier.parallel.pipeline import Pipeline
 
@@ -129,8 +128,7 @@ def _through_stages(
             return _score(state, hidden, row, row, None)
         return _score(state, hidden, row, batches[number], loss)
 
-    even = to_one_length([batch.padded(state.row_multiple) for batch in batches])
-    rows = [held(state, batch) for batch in even]
+    rows = [held(state, batch.padded(state.row_multiple)) for batch in batches]
     return [ForwardBackward(*found) for found in pipeline.forward_backward(rows, score)]
 
 

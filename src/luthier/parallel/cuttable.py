@@ -26,7 +26,7 @@ from luthier.hf.anatomy import describe
 from luthier.hf.forward import hidden_states
 from luthier.hf.quiet import quiet
 from luthier.hf.shrink import shrink
-from luthier.parallel.stages import Part, Roles, remove_others, run
+from luthier.parallel.stages import TOKENS, WIDTH, Part, Roles, remove_others, run
 
 _TOKENS = 9
 _TOLERANCE = 1e-4
@@ -44,6 +44,7 @@ class _Watched:
     calls: list[str] = field(default_factory=list)
     outputs: int = 0
     dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...] = ()
 
 
 def refusal(model: Any, degree: int, stages_per_rank: int = 1) -> str | None:
@@ -81,7 +82,7 @@ def roles_of(model: Any) -> Roles:
     missing = [name for name in _with_weights(model, anatomy.layers) if name not in outside]
     if missing:
         raise _Fault(f"a small model of its kind does not have its {missing[0]}")
-    return Roles(small.before, anatomy.layers, small.after, small.outputs, small.dtype)
+    return replace(small, layers=anatomy.layers)
 
 
 class _Hashed:
@@ -164,7 +165,7 @@ def _watch(model: Any, batch: Batch) -> Roles:
         raise _Fault("a module runs before its layers and again after them")
     before = tuple(name for name in outside if name in early)
     after = tuple(name for name in outside if name not in early)
-    return Roles(before, layers, after, watched.outputs, watched.dtype)
+    return Roles(before, layers, after, watched.outputs, watched.dtype, watched.shape)
 
 
 @contextmanager
@@ -180,12 +181,13 @@ def _hooks(model: Any, names: list[str], layers: tuple[str, ...], watched: _Watc
     def returned(module: nn.Module, args: Any, output: Any) -> None:
         several = isinstance(output, tuple | list)
         hidden = output[0] if several else output
-        if not isinstance(hidden, torch.Tensor) or hidden.shape != (1, _TOKENS, width):
+        shape = tuple({_TOKENS: TOKENS, width: WIDTH}.get(n, n) for n in getattr(hidden, "shape", ()))
+        if shape.count(TOKENS) != 1 or (watched.shape and watched.shape != shape):
             raise _Fault("what its layers hand on is not one row of hidden states")
-        watched.dtype = hidden.dtype
+        watched.dtype, watched.shape = hidden.dtype, shape
         watched.outputs = len(output) if several else 0
 
-    width = model.config.get_text_config().hidden_size
+    width = getattr(model.config.get_text_config(), "hidden_size", None)
     handles = [model.get_submodule(name).register_forward_pre_hook(called(name), with_kwargs=True) for name in names]
     handles += [model.get_submodule(name).register_forward_hook(returned) for name in layers]
     try:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
@@ -26,7 +27,7 @@ from luthier.hf.gather import reshard
 from luthier.parallel.balance import balance, costs
 from luthier.parallel.cuttable import roles_of
 from luthier.parallel.programs import PROGRAMS, Program, stages_of
-from luthier.parallel.stages import Part, Roles, copies, remove_others, run
+from luthier.parallel.stages import TOKENS, Part, Roles, copies, remove_others, run
 
 Score = Callable[[torch.Tensor, Batch, int], tuple[torch.Tensor, torch.Tensor]]
 """(hidden [T, hidden], batch, number) -> the loss, a scalar, and log-probabilities [any]; run by the last stage. Of
@@ -40,6 +41,8 @@ class _Work:
     """What the stages of a rank work on."""
 
     batches: Sequence[Batch] = ()
+    length: int = 0
+    """What is handed on is filled up to so many positions: torch takes one shape for all microbatches of a step."""
     score: Score | None = None
     scores: dict[int, Result] = field(default_factory=dict)
 
@@ -79,12 +82,17 @@ class Stage(nn.Module):
         return tuple(self.model.get_submodule(name) for name in self.roles.layers[part.start : part.stop])
 
     def forward(self, received: torch.Tensor | None, *, microbatch: torch.Tensor) -> torch.Tensor:
-        """Hidden states [1, T, hidden] for the next stage; on the last, the loss of the microbatch."""
+        """Hidden states for the next stage; on the last, the loss of the microbatch."""
         number = int(microbatch)
         batch = self.work.batches[number]
-        hidden = run(self.model, self.roles, self.part, self.stand_ins, batch, None if self.part.is_first else received)
+        axis = self.roles.shape.index(TOKENS)
+        given = None if self.part.is_first or received is None else received.narrow(axis, 0, batch.tokens)
+        hidden = run(self.model, self.roles, self.part, self.stand_ins, batch, given)
         if not self.part.is_last:
             assert hidden.dtype == self.roles.dtype, f"{hidden.dtype} is handed on, {self.roles.dtype} expected"
+            if batch.tokens < self.work.length:
+                after = [0, 0] * (hidden.dim() - 1 - axis)
+                hidden = F.pad(hidden, (*after, 0, self.work.length - batch.tokens))
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 hidden = hidden.detach().requires_grad_(True)  # all before is frozen, yet a gradient is sent here
             return hidden.contiguous()
@@ -106,7 +114,7 @@ class Cut:
         layers: names of this rank's layers.
         copies: names of weights that an earlier stage owns and this rank has a copy of (a tied embedding): not counted
             in the norm, not exported.
-        dtype: of the hidden states that stages hand on.
+        roles: of the modules of the whole model.
         tied: names of weights that the first and the last stage both have, on different ranks, whose gradients are
             summed over both (`Pipeline.settle`); the same on every rank.
     """
@@ -117,7 +125,7 @@ class Cut:
     stages: tuple[Stage, ...]
     layers: tuple[str, ...]
     copies: frozenset[str]
-    dtype: torch.dtype
+    roles: Roles
     tied: tuple[str, ...]
     work: _Work
 
@@ -164,7 +172,7 @@ def cut(
         names = [name for name in stand_ins if name in part.owned(roles) or name in beside]
         stages.append(Stage(model, roles, part, stand_ins, names, work))
     layers = tuple(name for part in mine for name in roles.layers[part.start : part.stop])
-    return Cut(program, parts, ranks, tuple(stages), layers, spare, roles.dtype, tied, work)
+    return Cut(program, parts, ranks, tuple(stages), layers, spare, roles, tied, work)
 
 
 def _tied(model: Any, roles: Roles) -> tuple[str, ...]:
@@ -189,7 +197,6 @@ class Pipeline:
         device: of this rank.
         dtype: of the model's weights.
         width: size of hidden states.
-        positions: how many positions of a batch each rank has the hidden states of; all of them when left out.
     """
 
     def __init__(
@@ -201,12 +208,11 @@ class Pipeline:
         device: torch.device,
         dtype: torch.dtype,
         width: int,
-        positions: Callable[[Batch], int] = lambda batch: batch.tokens,
     ) -> None:
         self._model, self._cut, self._device = model, cut, device
         self._group = mesh.get_group()
         self._rank, self._ranks = mesh.get_local_rank(), mesh.size()
-        self._dtype, self._width, self._positions = dtype, width, positions
+        self._dtype, self._width = dtype, width
         self._settled = True
         self._built: tuple[tuple[int, int], Any] | None = None
 
@@ -223,10 +229,10 @@ class Pipeline:
     def forward_backward(self, batches: Sequence[Batch], score: Score) -> list[Result]:
         """Run microbatches forward and backward by the schedule, adding gradients to those already there.
 
-        A schedule that needs more of them is given copies of the first that count nothing.
+        A schedule that needs more of them is given copies of the shortest that count nothing.
 
         Args:
-            batches: of one length (`to_one_length`), on this rank's device, in the order in which gradients are summed.
+            batches: of whatever lengths, on this rank's device, in the order in which gradients are to be summed.
             score: run by the last stage; its losses are sums that have been normalised already.
 
         Returns:
@@ -234,10 +240,11 @@ class Pipeline:
         """
         cut, self._settled = self._cut, False
         count = cut.program.microbatches(len(batches), self._ranks, len(cut.stages))
-        nothing = torch.full_like(batches[0].targets, NO_TOKEN)
-        empty = replace(batches[0], targets=nothing, weights=torch.zeros_like(batches[0].weights))
-        with self._working_on([*batches, *[empty] * (count - len(batches))], score):
-            schedule = self._schedule(count, self._positions(empty))
+        short, length = min(batches, key=_tokens), max(map(_tokens, batches))
+        nothing = torch.full_like(short.targets, NO_TOKEN)
+        empty = replace(short, targets=nothing, weights=torch.zeros_like(short.weights))
+        with self._working_on([*batches, *[empty] * (count - len(batches))], score, length):
+            schedule = self._schedule(count, length)
             numbers = torch.arange(count)
             first = (numbers,) if cut.ranks[0] == self._rank else ()
             schedule.step(*first, microbatch=numbers, target=numbers, return_outputs=False)
@@ -266,8 +273,7 @@ class Pipeline:
                     if not part.is_first and cut.ranks[part.index - 1] == self._rank:
                         received = handed[part.index - 1][number]
                     elif not part.is_first:
-                        shape = (1, self._positions(batch), self._width)
-                        received = torch.empty(shape, dtype=cut.dtype, device=self._device)
+                        received = self._blank(batch.tokens, self._device)
                         dist.recv(received, group=self._group, group_src=cut.ranks[part.index - 1])
                     output = stage(received, microbatch=torch.tensor([number]))
                     if not part.is_last and cut.ranks[part.index + 1] != self._rank:
@@ -289,8 +295,7 @@ class Pipeline:
         ranks that share its stages call it together."""
         ids = np.array([0, 1, 0])
         batch = Batch.pack([Sample.from_ids(ids, np.ones(3))]).to(self._device)
-        shape = (1, self._positions(batch), self._width)
-        received = torch.zeros(shape, dtype=self._cut.dtype, device=self._device)
+        received = self._blank(batch.tokens, self._device).zero_()
         with self._working_on([batch], lambda hidden, batch, number: (hidden.sum(), hidden)):
             for stage in self._cut.stages:
                 stage(received, microbatch=torch.zeros(1, dtype=torch.int64))
@@ -322,9 +327,9 @@ class Pipeline:
             own.add_(theirs)
 
     @contextmanager
-    def _working_on(self, batches: Sequence[Batch], score: Score) -> Iterator[None]:
+    def _working_on(self, batches: Sequence[Batch], score: Score, length: int = 0) -> Iterator[None]:
         work = self._cut.work
-        work.batches, work.score, work.scores = batches, score, {}
+        work.batches, work.length, work.score, work.scores = batches, length, score, {}
         try:
             yield
         finally:
@@ -335,7 +340,7 @@ class Pipeline:
         if self._built is None or self._built[0] != (count, positions):
             cut = self._cut
             # told rather than found out, since torch would run a microbatch to find out
-            hidden = torch.empty(1, positions, self._width, dtype=cut.dtype, device="meta", requires_grad=True)
+            hidden = self._blank(positions, "meta").requires_grad_(True)
             number = torch.empty(1, dtype=torch.int64, device="meta")
             loss = torch.empty((), dtype=self._dtype, device="meta", requires_grad=True)
             stages = [
@@ -353,6 +358,11 @@ class Pipeline:
             self._built = (count, positions), cut.program.build(stages, count, lambda loss, number: loss)
         return self._built[1]
 
+    def _blank(self, positions: int, device: torch.device | str) -> torch.Tensor:
+        """Room for hidden states between stages."""
+        roles = self._cut.roles
+        return torch.empty(roles.shape_of(positions, self._width), dtype=roles.dtype, device=device)
+
     def _shared(self, count: int) -> list[Result]:
         """What the last stage found of the first `count` microbatches, told to all ranks."""
         source = self._cut.ranks[-1]
@@ -369,3 +379,7 @@ class Pipeline:
         dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         logprobs = values[count:].to(dtype).split(sizes)
         return list(zip(values[:count].unbind(), logprobs, strict=True))
+
+
+def _tokens(batch: Batch) -> int:
+    return batch.tokens

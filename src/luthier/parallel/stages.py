@@ -20,6 +20,9 @@ from torch import nn
 from luthier.batch import Batch
 from luthier.hf.forward import hidden_states
 
+TOKENS, WIDTH = -1, -2
+"""In a shape: as many as the row has positions, and the size of hidden states."""
+
 
 @dataclass(frozen=True, slots=True)
 class Roles:
@@ -31,6 +34,7 @@ class Roles:
         after: run after the layers, or not at all by the backbone (final norm, head).
         outputs: how many values a layer returns in a tuple; 0 where it returns the hidden states themselves.
         dtype: of the hidden states between layers.
+        shape: of them; some architectures hand on several streams.
     """
 
     before: tuple[str, ...]
@@ -38,6 +42,11 @@ class Roles:
     after: tuple[str, ...]
     outputs: int = 0
     dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...] = (1, TOKENS, WIDTH)
+
+    def shape_of(self, tokens: int, width: int) -> tuple[int, ...]:
+        """Shape of hidden states of so many positions."""
+        return tuple({TOKENS: tokens, WIDTH: width}.get(size, size) for size in self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +144,9 @@ class ZeroEmbedding(nn.Module):
         self.register_buffer("weight", like.new_empty(0, self.width), persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        like = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        like = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        if like is None:
+            raise TypeError("an embedding is asked for by a length, not by tokens or positions")
         shape = like.shape[:-1] if like.is_floating_point() else like.shape
         return torch.zeros(*shape, self.width, dtype=self.weight.dtype, device=like.device)
 
@@ -215,10 +226,10 @@ def run(
         part: the stage.
         stand_ins: as `remove_others` returned them.
         batch: T positions, the same on every stage.
-        received: [1, T, hidden] from the stage before; None on the first.
+        received: hidden states from the stage before; None on the first.
 
     Returns:
-        [1, T, hidden] for the next stage, or the backbone's hidden states [T, hidden] on the last.
+        what the next stage receives, or the backbone's hidden states [T, hidden] on the last.
     """
     owned = set(part.owned(roles))
     replaced = {name: module for name, module in stand_ins.items() if name not in owned}
