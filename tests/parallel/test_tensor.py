@@ -10,10 +10,14 @@ import peft
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from luthier.batch import Batch, Sample
 from luthier.config import LoraConfig
+from luthier.hf.load import build_on_meta
+from luthier.hf.plans import Section, tensor_plan
 from luthier.hf.tiny import debug_config
+from luthier.parallel.tensor import refusal
 from tests.adapters.models import PEFT_WARNINGS
 from tests.oracles.plain import gradient_errors, plain_model, save_strong, weighted_sum
 
@@ -228,3 +232,78 @@ def test_sequence_parallel_gradients_equal_those_of_plain_transformers(
     reference = weighted_sum(model, samples, 1 / sum(float(s.weights.sum()) for s in samples))
     ranks = world(2).run(step, str(made[kind]), 2, samples, kind in ALONE, {}, [], True)
     compare(ranks, reference, bound)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "degree", "reason"),
+    [
+        ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}, 2, "9 attention heads"),
+        ("llama", {}, 4, "2 key and value heads cannot be dealt to 4 ranks evenly"),
+        ("llama", {"intermediate_size": 51}, 2, "51 outputs of gate_proj cannot be dealt to 2 ranks evenly"),
+        ("mixtral", {"intermediate_size": 33}, 2, "33 inner features of an expert cannot be dealt to 2 ranks evenly"),
+        ("gpt2", {"n_head": 1}, 2, "1 attention heads cannot be dealt to 2 ranks evenly"),
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, 4, "2 key and value heads"),
+        ("codegen", {"n_head": 8, "rotary_dim": 4}, 8, "its fused projection lies in 4 blocks"),
+        ("mamba", {}, 2, "its layers have no attention heads and no feed-forward width"),
+        ("bitnet", {}, 2, "its layers have no attention heads and no feed-forward width"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_reason(
+    kind: str, changes: dict[str, Any], degree: int, reason: str
+) -> None:
+    model = on_meta(kind, **changes)
+    assert reason in str(refusal(model, degree))
+    assert refusal(on_meta("llama", num_key_value_heads=4), 4) is None
+
+
+def on_meta(kind: str, **changes: Any) -> Any:
+    config = debug_config(kind, **changes)
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return build_on_meta(cls, config)
+
+
+def test_a_plan_of_our_own_knows_what_a_fused_projection_holds() -> None:
+    plan = tensor_plan(on_meta("gpt2"))
+    assert plan.sections["transformer.h.0.attn.c_attn"] == (Section(64), Section(64), Section(64))
+    assert plan.styles["transformer.h.0.attn.c_proj"] == "rowwise"
+    assert plan.styles["transformer.h.1.mlp.c_fc.weight"] == "colwise"
+    assert plan.divided["transformer.h.0.attn"] == ("num_heads", "split_size", "embed_dim")
+    shared = tensor_plan(on_meta("gpt_bigcode")).sections["transformer.h.0.attn.c_attn"]
+    assert shared == (Section(64), Section(16, shared=True), Section(16, shared=True))
+    assert tensor_plan(on_meta("bloom")).sections == {}
+
+
+def test_a_plan_names_nothing_that_is_gone() -> None:
+    model = on_meta("llama")
+    model.model.layers[1] = torch.nn.Identity()
+    model.model.embed_tokens = torch.nn.Identity()
+    assert all(".1." not in name and "embed" not in name for name in tensor_plan(model).styles)
+
+
+def recomputed(path: str, samples: list[Sample], how: str) -> Any:
+    """On every rank: gradients of a row, with layers that are computed again or compiled."""
+    from luthier.engine.step import forward_backward_all
+    from luthier.parallel.norm import settle
+    from tests.parallel.cases import ready, whole
+
+    adapter = LoraConfig(rank=3, alpha=6.0, target=["q_proj", "k_proj", "o_proj", "down_proj"])
+    more: dict[str, Any] = {"activation_checkpointing": "full"} if "again" in how else {}
+    state = ready(path, {"tp": 2}, adapter=adapter, sequence_parallel="slices" in how, attention="sdpa", **more)
+    if "compiled" in how:
+        for layer in state.model.model.layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
+    for layer in state.model.modules():
+        if hasattr(layer, "lora_B"):
+            torch.nn.init.constant_(layer.lora_B.weight.to_local(), 0.01)
+    for sample in samples:
+        forward_backward_all(state, [Batch.pack([sample])])
+    settle(state.trainable.values())
+    return {name: whole(p.grad) for name, p in state.trainable.items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("how", ["again", "again slices", "compiled", "compiled slices"])
+def test_layers_computed_again_or_compiled_give_the_same_gradients(how: str, made: dict[str, Path], world: Any) -> None:
+    samples = [sample for sample in rows(500) if len(sample) > 1][:2]
+    plainly = world(2).run(recomputed, str(made["qwen3"]), samples, "")
+    for found, expected in zip(world(2).run(recomputed, str(made["qwen3"]), samples, how), plainly, strict=True):
+        assert max(gradient_errors(found, expected).values()) < 1e-12

@@ -85,6 +85,11 @@ def reduce_cut(x: Tensor, ring: Ring, dim: int) -> Tensor:
     return cast(Tensor, _Cut.apply(x, ring, dim, True))
 
 
+def even(x: Tensor, ring: Ring, dim: int) -> Tensor:
+    """x with zeros behind it, so that all slices are of one length."""
+    return _padded(x, dim, -(-x.shape[dim] // ring.size) * ring.size)
+
+
 def _sum(x: Tensor, ring: Ring) -> Tensor:
     return cast(Tensor, funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", ring.group)))
 

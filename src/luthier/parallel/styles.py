@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from luthier.hf.plans import Section
-from luthier.parallel.regions import Ring, cut, enter, gather, gather_partial, leave, reduce_cut
+from luthier.parallel.regions import Ring, cut, enter, even, gather, gather_partial, leave, reduce_cut
 
 COLWISE = frozenset({"colwise", "colwise_rep", "colwise_gather_output", "colwise_sections", "packed_colwise"})
 ROWWISE = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input"})
@@ -145,7 +145,7 @@ class Style:
                 return self._output(_project(module, own, x, *args[1:], **kwargs))
             case "rowwise":
                 y = own(module, *args, **kwargs)
-                return reduce_cut(y, ring, POSITIONS) if self.entered else leave(y, ring)
+                return reduce_cut(even(y, ring, POSITIONS), ring, POSITIONS) if self.entered else leave(y, ring)
             case "rowwise_rep" | "rowwise_split_input":
                 return leave(own(module, cut(args[0], ring, -1), *args[1:], **kwargs), ring)
             case "embedding_rowwise":

@@ -9,9 +9,10 @@ the use come back `Partial`, and are summed once a step (`norm.settle`), or by F
 
 from __future__ import annotations
 
+import functools
 import logging
 import types
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -24,7 +25,7 @@ from luthier.hf.anatomy import describe
 from luthier.hf.linear import linear_shape
 from luthier.hf.plans import TensorPlan, tensor_plan
 from luthier.losses.vocabulary_parallel import VocabularyShard
-from luthier.parallel.regions import Ring, cut, gather, gather_partial
+from luthier.parallel.regions import Ring, cut, even, gather, gather_partial
 from luthier.parallel.sequence import Slices, sequence_plan
 from luthier.parallel.styles import CHANGES_HANDS, COLWISE, POSITIONS, Lie, Shared, Style, is_known, lie, lie_of_adapter
 
@@ -78,7 +79,7 @@ def shard(
                 made[id(parameter)] = nn.Parameter(own, requires_grad=parameter.requires_grad)
             module._parameters[key] = made[id(parameter)]
             hands.parts.append((module, key, how))
-    head = describe(model).head
+    head, layers = describe(model).head, set(describe(model).layers)
     for name, style in styles.items():
         if (module := modules.get(name)) is not None and style in CHANGES_HANDS:
             applied = _style(model, module, style, shared, plan, name)
@@ -95,7 +96,11 @@ def shard(
         module = model.get_submodule(name)
         if hands.parts or hands.style is not None or hands.heads or hands.gathers or hands.opens or hands.closes:
             module.tensor_parallel = hands
-            module.forward = types.MethodType(_forward, module)
+            if name in layers:
+                hands.own = type(module).forward
+                module.__class__ = _layer_class(cast(Any, type(module)))
+            else:
+                module.forward = types.MethodType(_forward, module)
     if head is not None and styles.get(head) == "colwise":
         outputs = model.get_output_embeddings().out_features
         model.vocabulary_shard = VocabularyShard(ring.group, ring.span(outputs)[0], outputs)
@@ -207,6 +212,7 @@ class _Hands:
         parts: parameters to put in place, of this module and of those in it.
         style: of the module.
         heads: of an attention module that is told how many it has: all of them.
+        own: forward of a layer's own class; that of the class that it has when left out.
         opens, closes: the positions are cut before it, put together behind it.
         gathers: "parts" of a block whose ranks each do a part of the work on all positions, "whole" of one that all
             run alike, "" of modules that see the own positions, or always see all.
@@ -216,25 +222,44 @@ class _Hands:
     parts: list[tuple[nn.Module, str, Lie]] = field(default_factory=list)
     style: Style | None = None
     heads: int = 0
+    own: Callable[..., Any] | None = None
     opens: bool = False
     closes: bool = False
     gathers: Literal["", "parts", "whole"] = ""
 
     def receive(self, x: Tensor) -> Tensor:
         """The hidden states that the module is to see."""
-        shared = self.shared
         if self.opens:
-            shared.tokens = x.shape[POSITIONS]
-            return cut(x, shared.ring, POSITIONS)
-        if self.gathers:
-            return (gather_partial if self.gathers == "parts" else gather)(x, shared.ring, POSITIONS, shared.tokens)
-        return x
+            self.shared.tokens = x.shape[POSITIONS]
+            return self._cut(x)
+        return self._gather(x, self.gathers == "parts") if self.gathers else x
 
     def give(self, y: Tensor) -> Tensor:
         """The hidden states that the next module is to see."""
         if self.closes:
-            return gather(y, self.shared.ring, POSITIONS, self.shared.tokens)
-        return cut(y, self.shared.ring, POSITIONS) if self.gathers == "whole" else y
+            return self._gather(y, False)
+        return self._cut(y) if self.gathers == "whole" else y
+
+    def _cut(self, x: Tensor) -> Tensor:
+        """Slices of one length, so that dropout draws as many numbers on every rank, and streams stay together."""
+        ring = self.shared.ring
+        return cut(even(x, ring, POSITIONS), ring, POSITIONS)
+
+    def _gather(self, x: Tensor, partial: bool) -> Tensor:
+        ring = self.shared.ring
+        whole = (gather_partial if partial else gather)(x, ring, POSITIONS, x.shape[POSITIONS] * ring.size)
+        return whole.narrow(POSITIONS, 0, self.shared.tokens)
+
+
+@functools.cache
+def _layer_class(own: Any) -> type[nn.Module]:
+    """A subclass of a layer's class, under the same name.
+
+    A method of the object would not do: Transformers' layers recompute what their class calls forward, and local parts
+    have to be put in place again then. It sees to the outermost of several classes, FSDP's too.
+    """
+    members = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    return cast(type[nn.Module], type(own.__name__, (own,), {**members, "forward": _forward}))
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -256,14 +281,15 @@ def _run(self: Any, hands: _Hands, args: tuple[Any, ...], kwargs: dict[str, Any]
     """The module's own forward, local parts in place."""
     if hands.heads:
         kwargs = {key: _own_heads(key, value, hands) for key, value in kwargs.items()}
+    own = hands.style or hands.own or type(self).forward
     if not hands.parts:
-        return hands.style(self, *args, **kwargs) if hands.style else type(self).forward(self, *args, **kwargs)
+        return own(self, *args, **kwargs)
     whole = [module._parameters[key] for module, key, _ in hands.parts]
     for (module, key, how), parameter in zip(hands.parts, whole, strict=True):
         if isinstance(parameter, DTensor):
             module._parameters[key] = cast(nn.Parameter, _local_part(parameter, how, hands.shared.ring))
     try:
-        return hands.style(self, *args, **kwargs) if hands.style else type(self).forward(self, *args, **kwargs)
+        return own(self, *args, **kwargs)
     finally:
         for (module, key, _), parameter in zip(hands.parts, whole, strict=True):
             module._parameters[key] = parameter
