@@ -241,9 +241,9 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype == torch.float32 and result.requires_grad:
-            wide = [a for a in args if isinstance(a, torch.Tensor) and a.dtype == torch.float64 and a.requires_grad]
-            if any(not self.inside_norms or isinstance(tensor, nn.Parameter) for tensor in wide):
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            wide = [a for a in args if isinstance(a, torch.Tensor) and a.dtype == torch.float64]
+            if any(isinstance(a, nn.Parameter) or (a.requires_grad and not self.inside_norms) for a in wide):
                 self.narrow = True
         return result
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from luthier.verify.trial import Cell
 
+_LAYOUT = re.compile(r"^\w+ cannot run on \w+ \d+: ")
 REFUSED, WRONG, KIND = "–", "✗", "kind"
 
 
@@ -66,6 +68,8 @@ def page(types: Mapping[str, Mapping[str, Any]], columns: Sequence[str], version
     notes: dict[str, int] = {}
 
     def note(reason: str) -> str:
+        reason = _LAYOUT.sub("", reason)
+        reason = re.sub(rf"^{reason.partition(' ')[0]} (?=has|works|computes)", "it ", reason)
         return f"<sup>{notes.setdefault(reason, len(notes) + 1)}</sup>"
 
     def shown(cell: Mapping[str, Any] | None) -> str:
