@@ -116,18 +116,18 @@ def on_ranks(
     return run(state, batches)
 
 
-LAYOUTS: list[tuple[int, dict[str, int], int]] = [
+LAYOUTS: list[tuple[int, dict[str, Any], int]] = [
     (2, {"dp_shard": 2, "ep": 2}, 1),
     (2, {"dp_shard": 2}, 2),
     (2, {"cp": 2}, 2),
-    (2, {"tp": 2, "ep": 2}, 1),
+    (2, {"tp": 2, "ep": 2, "sequence_parallel": True}, 1),
     (2, {"pp": 2}, 3),
 ]
 
 
 @pytest.mark.parametrize(("ranks", "layout", "count"), LAYOUTS, ids=str)
 def test_auxiliary_loss_on_layouts(
-    world: Any, models: dict[str, Path], ranks: int, layout: dict[str, int], count: int
+    world: Any, models: dict[str, Path], ranks: int, layout: dict[str, Any], count: int
 ) -> None:
     expected = reference(models["mixtral"], documents())
     results = world(ranks).run(on_ranks, models["mixtral"], layout, count)
