@@ -7,7 +7,7 @@ import torch
 from transformers import PhiConfig, Qwen3Config
 
 from luthier.errors import ModelError
-from luthier.hf.kinds import not_causal
+from luthier.hf.kinds import never_causal, not_causal
 from luthier.hf.load import load_model
 from luthier.hf.shrink import VOCABULARY, shrink
 from luthier.hf.source import load_config, resolve
@@ -19,6 +19,9 @@ SOME = ["llama", "qwen3", "gemma2", "cohere2", "granite", "gpt2", "phi", "mixtra
 def test_every_type_that_is_trained_can_be_shrunk() -> None:
     refused = []
     for kind in causal_types():
+        if never_causal(kind):  # the defaults of one of these contradict themselves
+            refused.append(kind)
+            continue
         config = debug_config(kind)
         refused += [kind] if not_causal(config) else []
         text = config.get_text_config(decoder=True)

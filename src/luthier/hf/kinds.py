@@ -25,6 +25,11 @@ _READS_OTHERS = {
 """What no mapping of Transformers tells."""
 
 
+def never_causal(model_type: str) -> str | None:
+    """What a type is instead of a causal language model, where its name alone tells; as `not_causal`."""
+    return _READS_OTHERS.get(model_type)
+
+
 def not_causal(config: PreTrainedConfig) -> str | None:
     """Why a model of this type is not trained as a causal language model; None where it can be.
 

@@ -73,7 +73,6 @@ _STUBBORN: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 16,
     },
     "falcon_h1": {"mamba_d_head": 16},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,

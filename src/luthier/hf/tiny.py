@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedTokenizerFast
 
 from luthier.errors import ModelError
+from luthier.hf.kinds import never_causal
 from luthier.hf.quiet import quiet
 from luthier.hf.shrink import shrink
 
@@ -52,6 +53,8 @@ def debug_config(model_type: str, **changes: Any) -> PreTrainedConfig:
         with quiet():
             config = shrink(cls(), grouped=True, **changes)
     except Exception as error:
+        if (what := never_causal(kind)) is not None:
+            raise ModelError(f"{kind} is {what}", where=f"debug:{kind}") from error
         reason = " ".join(str(error).split())
         remedy = "debug:llama, debug:qwen3 and debug:mixtral do"
         raise ModelError(f"no tiny {kind} can be made: {reason}", where=f"debug:{kind}", remedy=remedy) from error

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from luthier.hf.kinds import not_causal
+from luthier.hf.kinds import never_causal, not_causal
 from luthier.hf.shrink import VOCABULARY
 from luthier.hf.tiny import causal_types, debug_config
 from luthier.verify import group
@@ -96,8 +96,10 @@ def _type(
     told: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measure one type: {"class", "kind", "cells"}."""
-    config = debug_config(kind)
-    reason = not_causal(config)
+    reason = never_causal(kind)
+    if reason is None:
+        config = debug_config(kind)
+        reason = not_causal(config)
     if reason is not None:
         told(f"{kind}: {reason}")
         return {"kind": reason}

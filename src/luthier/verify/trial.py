@@ -146,11 +146,23 @@ class Trial:
         if (failure := self._failures.get(lora)) is not None:
             raise failure
         if lora not in self._known:
-            output = self._scratch / ("lora" if lora else "full")
-            output.mkdir()
-            adapter = self._adapted(output) if lora else None
-            told: dict[str, Any] = {}
+            try:
+                self._known[lora] = self._ask(lora)
+            except Failed as error:
+                self._failures[lora] = error
+                raise
+        return self._known[lora]
+
+    def _ask(self, lora: bool) -> dict[str, Any]:
+        """Ask in float64, and in fp32 where the model refuses float64. PEFT adapts most layers that compute in a way of
+        their own, but not all: then without those."""
+        failure: Failed | None = None
+        for plain in (False, True) if lora else (False,):
             for precision in ("float64", "float32"):
+                output = self._scratch / ("lora" if lora else "full")
+                shutil.rmtree(output, ignore_errors=True)
+                output.mkdir()
+                adapter = self._adapted(output, plain) if lora else None
                 try:
                     told = self._reference.call(
                         "run",
@@ -163,14 +175,13 @@ class Trial:
                         adapter=adapter,
                         device=self._device,
                     )
-                    break
                 except Failed as error:
-                    if precision == "float32":
-                        self._failures[lora] = error
-                        raise
-            place = adapter["directory"] if adapter is not None else None
-            self._known[lora] = {**told, "precision": precision, "output": str(output), "adapter": place}
-        return self._known[lora]
+                    failure = failure or error
+                    continue
+                place = adapter["directory"] if adapter is not None else None
+                return {**told, "precision": precision, "output": str(output), "adapter": place}
+        assert failure is not None
+        raise failure
 
     def cell(self, group: Group, parallel: Mapping[str, Any], *, lora: bool = False, name: str = "") -> Cell:
         """Measure a layout.
@@ -262,9 +273,9 @@ class Trial:
         )
         return group.call("compare", reloaded=file, names=told["names"])
 
-    def _adapted(self, output: Path) -> dict[str, Any]:
-        """The adapter that PEFT is to make, or to read; what it adapts by full names: linear modules, and weights of
-        fused experts."""
+    def _adapted(self, output: Path, plain: bool = False) -> dict[str, Any]:
+        """The adapter that PEFT is to make, or to read; what it adapts by full names: linear modules (only those that
+        compute as `nn.Linear` does, if they are to be plain), and weights of fused experts."""
         lora = self._lora
         if lora.start_from is not None:
             return {"directory": lora.start_from}
@@ -276,8 +287,8 @@ class Trial:
         trained = resolve_modules(model, lora.train_modules)
         names = resolve_targets(model, lora.target, without=trained)
         shapes = {name: linear_shape(modules[name]) for name in names if name in modules}
-        # PEFT adapts no layer that computes in a way of its own; Mamba reads the weight of one without calling it
-        names = [name for name in names if (shape := shapes.get(name)) is None or shape.plain]
+        names = [name for name in names if not plain or (shape := shapes.get(name)) is None or shape.plain]
+        # Mamba reads the weight of this one without calling it
         names = [name for name in names if not name.endswith(".dt_proj")]
         return {
             "directory": str(output / "adapter"),
