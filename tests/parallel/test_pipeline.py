@@ -219,6 +219,29 @@ def test_few_microbatches_of_any_length_with_a_loss_of_ones_own(
     assert gradient_error(together, {n: p.grad for n, p in model.named_parameters()}) < 1e-10
 
 
+def rows_alone(path: Path) -> Any:
+    state = ready(path, {"pp": 2})
+    samples = documents(lengths=[12, 5, 20])
+    batches = [Batch.pack([sample]).scaled(0.1) for sample in samples]
+    outputs = forward_backward_all(state, batches)
+    return float(torch.stack([output.loss for output in outputs]).sum()), {
+        n: p.grad for n, p in state.trainable.items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "deepseek_v4"])
+def test_rows_alone_where_documents_cannot_be_packed(world: Any, tmp_path: Path, kind: str) -> None:
+    """Keys chosen by an index, and several streams of hidden states."""
+    path = save_strong(debug_config(kind, layers=4), tmp_path / kind)
+    expected = weighted_sum(plain_model(path, torch.float64), documents(lengths=[12, 5, 20]), 0.1)
+    together = {}
+    for loss, gradients in world(2).run(rows_alone, path):
+        assert loss == pytest.approx(expected.loss, rel=1e-6)
+        together |= gradients
+    got = {name: gradient for name, gradient in together.items() if gradient is not None}  # an index has none
+    assert gradient_error(got, expected.gradients) < 1e-6
+
+
 def steps(path: Path, layout: dict[str, int]) -> Any:
     """Weights after some steps, names of copies, and what was read of the checkpoint."""
     read: set[str] = set()
