@@ -299,6 +299,7 @@ class Pipeline:
         with self._working_on([batch], lambda hidden, batch, number: (hidden.sum(), hidden)):
             for stage in self._cut.stages:
                 stage(received, microbatch=torch.zeros(1, dtype=torch.int64))
+                reshard(stage)  # or an optimizer made now would be of the gathered weights, which do not last
 
     def settle(self) -> None:
         """Sum the gradients of weights that the first and the last stage share. Once a step, by all ranks, after
