@@ -114,9 +114,10 @@ class Balance:
         """Add up the load of all ranks, which backward passes need. All ranks call it."""
         if not self.coefficient:
             return
-        assert self._load is not None or self._mesh is not None
-        flat = self._load.flat() if self._load is not None else self._zero()
-        load = Load.unflat(self._over_all(flat, stages=True))
+        if self._load is None:  # a stage without routers
+            nothing = torch.zeros(2 * routing.experts_of(self._model) + 1, dtype=torch.float64, device=self._device)
+            self._load = Load.unflat(nothing)
+        load = Load.unflat(self._over_all(self._load.flat(), stages=True))
         self.auxiliary = float(load.loss)
         self._slopes_like(load.chosen).copy_(load.slopes * self.coefficient)
 
@@ -163,14 +164,6 @@ class Balance:
         if self._slopes is None:
             self._slopes = torch.zeros(experts.shape[-1], dtype=torch.float64, device=experts.device)
         return self._slopes
-
-    def _zero(self) -> Tensor:
-        """The load of a stage without routers."""
-        config = self._model.config.get_text_config()
-        count = next(
-            n for name in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, name, None))
-        )
-        return torch.zeros(2 * count + 1, dtype=torch.float64, device=self._device)
 
     def _over_all(self, value: Tensor, *, stages: bool) -> Tensor:
         """Sum over ranks that hold other tokens, or with `stages` other layers; those of tp hold the same."""

@@ -100,12 +100,21 @@ def auxiliary_loss_of(model: Any) -> float:
 
 def experts_per_token(model: Any) -> int:
     """How many experts a token visits."""
+    return _number(model, ("num_experts_per_tok", "moe_top_k"))
+
+
+def experts_of(model: Any) -> int:
+    """How many experts a router chooses from; of a part of a model too, which may have none."""
+    return _number(model, ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts"))
+
+
+def _number(model: Any, names: Sequence[str]) -> int:
     config = model.config.get_text_config()
     for owner in (model, config, getattr(config, "ffn_config", None)):
-        for name in ("num_experts_per_tok", "top_k", "moe_top_k"):
+        for name in names:
             if isinstance(value := getattr(owner, name, None), int):
                 return value
-    raise AttributeError(f"{type(model).__name__} does not say how many experts a token visits")
+    raise AttributeError(f"{type(model).__name__} and its config have none of {', '.join(names)}")
 
 
 def find_biases(model: nn.Module) -> dict[str, str]:
