@@ -84,7 +84,7 @@ def run(
 
     Returns:
         "losses" and "norms" of the steps; "narrow": whether the model computes in fp32 inside, whatever it is told;
-        "trained" and "total" parameters.
+        "rounding": whether anything at all is rounded to fp32, activations in norms included; "trained" and "total" parameters.
     """
     plain = _load(model, precision, device)
     trained = plain if adapter is None else _adapted(plain, adapter)
@@ -92,7 +92,7 @@ def run(
         with torch.no_grad():
             for parameter in trained.parameters():
                 parameter.copy_(parameter.float())
-    losses, norms, narrow = [], [], False
+    losses, norms, narrow, rounding = [], [], False, False
     for number, documents in enumerate(steps, 1):
         trained.zero_grad(set_to_none=True)
         total = sum(sum(document["weights"]) for document in documents)
@@ -100,7 +100,7 @@ def run(
         for document in documents:
             with _watching(trained) as seen:
                 loss += _backward(trained, document, total)
-            narrow = narrow or seen.narrow
+            narrow, rounding = narrow or seen.narrow, rounding or seen.rounding
         gradients = {n: p.grad for n, p in trained.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.get_total_norm(gradients.values())
         _write(trained, gradients, Path(output) / f"gradients-{number}.safetensors")
@@ -115,6 +115,7 @@ def run(
         "losses": losses,
         "norms": norms,
         "narrow": narrow,
+        "rounding": rounding,
         "class": type(plain).__name__,
         "trained": sum(p.numel() for p in trained.parameters() if p.requires_grad),
         "total": sum(p.numel() for p in trained.parameters()),
@@ -230,19 +231,20 @@ class _Watch(TorchFunctionMode):
     """Sees whether a float64 model rounds to fp32 on the way.
 
     Norms do so all the time, harmlessly: the same numbers go in on every layout, and what comes out of them is rounded
-    to the same bits. But where a weight is rounded, its gradient is summed over positions in fp32, in an order that
+    to the same bits, but for one in many millions that lies between two of them. But where a weight is rounded, its gradient is summed over positions in fp32, in an order that
     depends on how rows are cut, and where scores or routing are, so are their gradients.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.narrow = False
+        self.narrow = self.rounding = False
         self.inside_norms = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
             wide = [a for a in args if isinstance(a, torch.Tensor) and a.dtype == torch.float64]
+            self.rounding = self.rounding or any(a.requires_grad for a in wide)
             if any(isinstance(a, nn.Parameter) or (a.requires_grad and not self.inside_norms) for a in wide):
                 self.narrow = True
         return result

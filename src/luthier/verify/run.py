@@ -70,6 +70,7 @@ def verify(config: RunConfig, *, tiny: bool, nproc: int | None = None) -> tuple[
                     "compile_layers": config.train.compile,
                 },
                 device=device,
+                large=not small,
             )
             lora = config.adapter is not None
             parallel = config.parallel.model_dump(mode="json", exclude_unset=True)
