@@ -84,7 +84,8 @@ def run(
 
     Returns:
         "losses" and "norms" of the steps; "narrow": whether the model computes in fp32 inside, whatever it is told;
-        "rounding": whether anything at all is rounded to fp32, activations in norms included; "trained" and "total" parameters.
+        "rounding": whether anything at all is rounded to fp32, activations in norms included; "class" of the model;
+        "trained" and "total" parameters.
     """
     plain = _load(model, precision, device)
     trained = plain if adapter is None else _adapted(plain, adapter)
@@ -231,8 +232,9 @@ class _Watch(TorchFunctionMode):
     """Sees whether a float64 model rounds to fp32 on the way.
 
     Norms do so all the time, harmlessly: the same numbers go in on every layout, and what comes out of them is rounded
-    to the same bits, but for one in many millions that lies between two of them. But where a weight is rounded, its gradient is summed over positions in fp32, in an order that
-    depends on how rows are cut, and where scores or routing are, so are their gradients.
+    to the same bits, but for one in many millions that lies between two of them. But where a weight is rounded, its
+    gradient is summed over positions in fp32, in an order that depends on how rows are cut, and where scores or routing
+    are, so are their gradients.
     """
 
     def __init__(self) -> None:
