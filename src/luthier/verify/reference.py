@@ -79,8 +79,8 @@ def run(
             and of new ones "rank", "alpha", "rslora", "modules" and "parameters" to adapt (full names of linear
             modules, and of weights of fused experts), "trained" modules to train whole; both matrices are random.
         device: where to compute.
-        rounded: round the weights to fp32 first; how far that leads tells what a model that computes in fp32 inside
-            cannot say of its gradients.
+        rounded: shift the weights by what rounding to fp32 does at most; how far that leads tells what a model that
+            computes in fp32 inside cannot say of its gradients.
 
     Returns:
         "losses" and "norms" of the steps; "narrow": whether the model computes in fp32 inside, whatever it is told;
@@ -90,9 +90,11 @@ def run(
     plain = _load(model, precision, device)
     trained = plain if adapter is None else _adapted(plain, adapter)
     if rounded:
+        generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in trained.parameters():
-                parameter.copy_(parameter.float())
+                sign = torch.randint(2, parameter.shape, generator=generator).to(parameter) * 2 - 1
+                parameter.mul_(1 + 2.0**-24 * sign)
     losses, norms, narrow, rounding = [], [], False, False
     for number, documents in enumerate(steps, 1):
         trained.zero_grad(set_to_none=True)
