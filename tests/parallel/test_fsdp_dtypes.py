@@ -1,4 +1,4 @@
-"""Weights that a model keeps in fp32 beside others (routers, decays): whole on every rank, their gradients summed."""
+"""Weights that are not sharded as others are: kept in fp32 (routers, decays), or joined with others in checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.oracles.plain import gradient_error, plain_model, save_strong, weight
 from tests.parallel.cases import documents, measure
 
 
-@pytest.mark.parametrize("kind", ["bailing_hybrid", "deepseek_v4"])
+@pytest.mark.parametrize("kind", ["bailing_hybrid", "deepseek_v4", "hrm_text", "kimi_linear"])
 def test_gradients_are_those_of_one_process(world: Any, tmp_path: Path, kind: str) -> None:
     path = save_strong(debug_config(kind), tmp_path / kind)
     samples = documents(lengths=[9, 14, 7, 11])

@@ -28,6 +28,7 @@ from luthier.hf.anatomy import Anatomy, describe
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import let_mask_itself, masks_itself, packing_is_exact
 from luthier.hf.head import HeadInfo, linear_head
+from luthier.hf.joined import joined_dims
 from luthier.hf.limits import Limits, limits_of
 from luthier.hf.load import DTYPES, load_model, tie_on_meta
 from luthier.hf.shrink import shrink
@@ -267,6 +268,7 @@ class _Plan:
                 cpu_offload=self._parallel.cpu_offload,
                 experts=[module for module in root.modules() if module in dealt],
                 expert_mesh=mesh.efsdp,
+                joined=joined_dims(model),
             )
 
 

@@ -7,7 +7,7 @@ of the loss have been divided by those of the whole global batch already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MethodType
 from typing import Any, TypeVar, cast
 
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 Result = TypeVar("Result")
 
@@ -37,6 +37,7 @@ def shard(
     cpu_offload: bool = False,
     experts: Iterable[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
+    joined: Mapping[nn.Parameter, Collection[int]] | None = None,
 ) -> None:
     """Shard a model, on meta or not, in place.
 
@@ -48,6 +49,7 @@ def shard(
         cpu_offload: keep the shards in the host's memory.
         experts: modules inside the layers whose weights are dealt to other ranks.
         expert_mesh: what those weights are sharded over; None where each lies whole on one rank.
+        joined: weights that must not be cut along some dimensions; they are cut along another, or stay whole.
     """
     offload: OffloadPolicy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     # Sums over ranks in fp32 whatever the weights are; float64 stays float64.
@@ -58,7 +60,17 @@ def shard(
         "offload_policy": offload,
     }
     dealt = list(experts)
-    settings["ignored_params"] = _of_other_dtypes(model, dtype, dealt)
+    shards = mesh.size(mesh.ndim - 1)
+    elsewhere = {
+        parameter: next((d for d, size in enumerate(parameter.shape) if d not in dims and size % shards == 0), None)
+        for parameter, dims in (joined or {}).items()
+        if 0 in dims
+    }
+    whole = {parameter for parameter, dim in elsewhere.items() if dim is None}
+    settings["ignored_params"] = _of_other_dtypes(model, dtype, dealt) | whole
+    settings["shard_placement_fn"] = lambda parameter: (
+        Shard(dim) if (dim := elsewhere.get(parameter)) is not None else None
+    )
     if expert_mesh is not None:
         for module in dealt:
             fully_shard(module, mesh=expert_mesh, reshard_after_forward=reshard, **settings)
