@@ -59,6 +59,19 @@ class TensorPlan:
     obstacle: str = ""
 
 
+_NOT_DEALT = {
+    "doge": "its masks are made of the values of all heads together",
+    "dory": "it scales every channel of its feed-forward width by a weight of its own, which no plan cuts",
+    "dots3_note": "its layers have other numbers of experts each, which no plan follows",
+    "dots3_note_text": "its layers have other numbers of experts each, which no plan follows",
+    "gemma3n_text": "its sparse activation takes mean and deviation over the whole feed-forward width",
+    "inkling_text": "no cut of its learnt relative positions is proved",
+    "inkling2_text": "no cut of its learnt relative positions is proved",
+    "inkling2_loop_text": "no cut of its learnt relative positions is proved",
+}
+"""Model type -> why it is not cut, whatever plan it has: with it the numbers were others than in one process."""
+
+
 def tensor_plan(model: PreTrainedModel) -> TensorPlan:
     """The plan of a model, on meta or not; adapters may be in place, and layers of other stages gone.
 
@@ -68,7 +81,7 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
     anatomy = describe(model)
     modules = dict(model.named_modules())
     inside = tuple(f"{layer}." for layer in anatomy.layers)
-    plan = TensorPlan()
+    plan = TensorPlan(obstacle=_NOT_DEALT.get(model.config.get_text_config().model_type, ""))
     for name, style in model._expand_parallel_plan(dict(model.tp_plan or {})).items():
         owner = modules.get(name)
         if owner is None or not style.startswith(_ACT_ON_WEIGHT) or hasattr(owner, "weight"):
