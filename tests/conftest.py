@@ -38,7 +38,7 @@ def _same_every_time(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[int], World]]:
-    """world(n): n processes in a gloo group, started once; `world(n).run(case)` runs a function on each (tests/world.py)."""
+    """world(n): n processes in a gloo group, started once; `world(n).run(case)` calls a function on each."""
     with worlds() as started:
         yield started
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, Interleave, PermuteForRope, Split, WeightConverter
@@ -50,7 +50,7 @@ def refuse_cut_joints(model: PreTrainedModel) -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, dims in joined_dims(model).items():
         cut = parameter.placements if isinstance(parameter, DTensor) else ()
-        if any(placement.is_shard() and placement.dim % parameter.ndim in dims for placement in cut):
+        if any(isinstance(how, Shard) and how.dim % parameter.ndim in dims for how in cut):
             raise ModelError(
                 f"{names[parameter]} lies joined with others in checkpoints of {type(model).__name__}, along the "
                 "dimension that this layout cuts",

@@ -19,7 +19,9 @@ def own_part(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(parameter, DTensor):
         return whole
-    return DtensorShardOperation(parameter).shard_tensor(whole, device=whole.device, dtype=whole.dtype)
+    part = DtensorShardOperation(parameter).shard_tensor(whole, device=whole.device, dtype=whole.dtype)
+    assert part is not None
+    return part
 
 
 @torch.no_grad()

@@ -53,7 +53,7 @@ _ONE_PIECE = {
     "gemma3": "its initialisation reaches from the whole model into its parts",
     "modernbert-decoder": "its initialisation reaches from the whole model into its parts",
 }
-"""Model type -> why it stays in one piece; the trial on a small model does not show it, which is not read from files."""
+"""Model type -> why it stays in one piece; the trial on a small model, which no file is read for, does not show it."""
 
 
 def refusal(model: Any, degree: int, stages_per_rank: int = 1) -> str | None:

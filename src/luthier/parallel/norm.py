@@ -21,8 +21,9 @@ def settle(parameters: Iterable[nn.Parameter]) -> None:
     """
     for parameter in parameters:
         gradient = parameter.grad
-        both = isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
-        if both and gradient.placements != parameter.placements:
+        if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+            continue
+        if gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
