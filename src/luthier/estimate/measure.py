@@ -166,12 +166,13 @@ def _sums(
     leaves: list[int] = []
     joins: list[int] = []
     last = None
+    modules = dict(model.named_modules())
     order = list(works) or [name.removeprefix(prefix) for name in cuts.styles if name.startswith(prefix)]
     for name in order:
         style = cuts.styles.get(prefix + name)
-        if style not in CHANGES_HANDS:
+        module = modules.get(prefix + name)  # some styles are those of single weights
+        if style not in CHANGES_HANDS or module is None:
             continue
-        module = model.get_submodule(prefix + name)
         size = linear_shape(module)
         work = works.get(name, Work(source=len(enters), flows=True))
         if style in COLWISE and size is not None:
