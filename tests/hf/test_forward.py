@@ -21,7 +21,7 @@ EXACT = [
     *("gpt_neox", "falcon", "gpt_bigcode", "phi3", "olmo2", "olmoe", "stablelm", "starcoder2", "gemma", "gemma3_text"),
     *("glm4", "smollm3", "ernie4_5", "helium", "arcee", "gpt_oss", "deepseek_v3", "qwen3_moe"),
 ]
-REFUSED = ["bloom", "mpt", "mamba", "rwkv", "jamba", "qwen3_next", "recurrent_gemma", "roberta"]
+REFUSED = ["bloom", "mpt", "mamba", "rwkv", "jamba", "qwen3_next", "recurrent_gemma"]
 
 
 def loud(kind: str, dtype: str = "fp64") -> PreTrainedModel:

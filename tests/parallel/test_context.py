@@ -70,7 +70,7 @@ KINDS = {
     "gpt2": Kind("gpt2", targets=("c_attn", "c_proj")),
     "gpt_oss": Kind("gpt_oss", WINDOW, bound=1e-6),
     "gpt_oss_six_heads": Kind("gpt_oss", WINDOW | SIX, bound=1e-6),
-    "deepseek_v3": Kind("deepseek_v3", targets=("q_b_proj", "kv_b_proj", "o_proj")),
+    "deepseek_v3": Kind("deepseek_v3", targets=("q_b_proj", "kv_b_proj", "o_proj"), bound=1e-6),  # its router is fp32
     "qwen3_moe": Kind("qwen3_moe"),
     "phi": Kind("phi", targets=("q_proj", "k_proj", "v_proj", "dense")),
     "falcon": Kind("falcon", targets=("query_key_value", "dense")),

@@ -285,7 +285,7 @@ def test_the_directory_is_free_only_when_the_last_checkpoint_is_written(
     from luthier.engine import checkpoint
     from luthier.recipes import sft
 
-    write, take_step = checkpoint._write, sft.take_step
+    write, take_step = checkpoint.write, sft.take_step
 
     def slowly(*args: Any) -> None:
         time.sleep(0.5)
@@ -296,7 +296,7 @@ def test_the_directory_is_free_only_when_the_last_checkpoint_is_written(
             raise RuntimeError("an error of one's own")
         return take_step(run, batch)
 
-    monkeypatch.setattr(checkpoint, "_write", slowly)
+    monkeypatch.setattr(checkpoint, "write", slowly)
     monkeypatch.setattr(sft, "take_step", failing)
     with pytest.raises(RuntimeError, match="one's own"):
         train(config(tmp_path, rows, "run", evaluation={}))
