@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, Interleave, PermuteForRope, Split, WeightConverter
 
-from luthier.errors import ModelError
+from luthier.errors import ConfigError
 
 _JOINING = (Chunk, Concatenate, Interleave, PermuteForRope, Split)
 
@@ -45,14 +45,14 @@ def refuse_cut_joints(model: PreTrainedModel) -> None:
     """Refuse a layout that cuts weights where a checkpoint joins them.
 
     Raises:
-        ModelError: it would read wrong numbers.
+        ConfigError: it would read wrong numbers.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, dims in joined_dims(model).items():
         cut = parameter.placements if isinstance(parameter, DTensor) else ()
         if any(isinstance(how, Shard) and how.dim % parameter.ndim in dims for how in cut):
-            raise ModelError(
-                f"{names[parameter]} lies joined with others in checkpoints of {type(model).__name__}, along the "
+            raise ConfigError(
+                f"{names[parameter]} lies joined with others in checkpoints of its kind, along the "
                 "dimension that this layout cuts",
                 where="parallel.tp",
                 remedy="set it to 1, and dp_shard higher",
