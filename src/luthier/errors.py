@@ -9,6 +9,16 @@ EXIT_USER_ERROR = 2
 """Exit code of every command for a mistake that its user can mend."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's says, in one line; its type where it says nothing.
+
+    >>> first_line(ValueError("too long\\nby 3")), first_line(KeyboardInterrupt())
+    ('too long', 'KeyboardInterrupt')
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 class UserError(Exception):
     """A mistake in what the user gave: a config field, a file, a row, a model, a layout.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from luthier.batch import Batch, Sample
+from luthier.errors import first_line
 from luthier.hf.anatomy import backbone_name
 from luthier.hf.attention import takes_attention
 from luthier.hf.documents import documents
 from luthier.hf.head import head_logits
 from luthier.hf.routing import counted
+
+_log = logging.getLogger(__name__)
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
@@ -92,14 +96,15 @@ def packing_is_exact(model: PreTrainedModel) -> tuple[bool, str]:
     try:
         try:
             return _try_packing(model, batch)
-        except Exception:
+        except Exception as error:  # an architecture that works on its masks itself may raise anything here
             if not takes_attention(type(model)):
                 raise
-            let_mask_itself(model)  # perhaps Transformers tells documents apart by their positions
+            # perhaps Transformers tells documents apart by their positions
+            _log.info("%s takes Transformers' own attention: %s", type(model).__name__, first_line(error))
+            let_mask_itself(model)
             return _try_packing(model, batch)
     except Exception as error:  # whatever an architecture raises on a packed row, it cannot be packed
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return False, f"its forward refuses a packed row ({lines[0]})"
+        return False, f"its forward refuses a packed row ({first_line(error)})"
     finally:
         model.train(training)
 

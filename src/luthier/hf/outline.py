@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from luthier.errors import first_line
 from luthier.hf import attention as luthier_attention
 from luthier.hf.anatomy import Anatomy, text_backbone
 from luthier.hf.documents import documents
@@ -91,7 +92,11 @@ def outline(
                 name: [_run(own.get_submodule(name), flows, *call) for call in calls] for name, flows in layers.items()
             }
     except Exception as error:  # whatever an architecture asks of its arguments
-        _log.debug("%s does not run in outline: %s", type(model).__name__, error)
+        _log.warning(
+            "%s is estimated by its structure, since it does not run in outline: %s",
+            type(model).__name__,
+            first_line(error),
+        )
         return None
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from luthier.batch import Batch
+from luthier.errors import first_line
 from luthier.hf.experts import find_experts
 
 _BIAS = re.compile(r"(correction|expert)_bias$")
@@ -79,8 +80,8 @@ def auxiliary_loss_fault(model: Any, formula: Callable[[Sequence[Tensor], Tensor
     mask = torch.tensor([[1, 1, 1, 0, 1, 1, 0]])
     try:
         theirs = function(layers, 5, 2, mask)
-    except Exception:  # whatever another signature raises
-        theirs = None
+    except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:  # another signature, or shapes
+        return f"its auxiliary loss is of a form of its own ({first_line(error)})"
     same = (
         isinstance(theirs, Tensor)
         and theirs.dim() == 0

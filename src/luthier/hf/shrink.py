@@ -7,10 +7,13 @@ would cut them: 4 heads on 2 key-value heads, 4 experts, at least 2 layers, and 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
+
+from luthier.errors import first_line
 
 HIDDEN, LAYERS, MOST_LAYERS, VOCABULARY = 64, 2, 4, 498
 
@@ -99,6 +102,8 @@ _STUBBORN: dict[str, dict[str, Any]] = {
 }
 """What the names of the fields do not tell: sizes that a class checks against one another, and defaults it lacks."""
 
+_log = logging.getLogger(__name__)
+
 
 def shrink(
     config: PreTrainedConfig, *, layers: int = LAYERS, grouped: bool = False, **changes: Any
@@ -145,7 +150,8 @@ def _fields(config: PreTrainedConfig, layers: int, grouped: bool) -> dict[str, A
 def _default(cls: type[PreTrainedConfig]) -> dict[str, Any]:
     try:
         return cls().to_dict()
-    except Exception:  # some classes have no default
+    except Exception as error:  # some classes have no default, and say so in ways of their own
+        _log.debug("%s has no default config: %s", cls.__name__, first_line(error))
         return {}
 
 

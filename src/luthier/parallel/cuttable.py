@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from luthier.batch import Batch, Sample
+from luthier.errors import first_line
 from luthier.hf.anatomy import describe
 from luthier.hf.forward import hidden_states
 from luthier.hf.quiet import quiet
@@ -131,7 +132,7 @@ def _small(cls: type[Any], config: Any) -> Any:
     try:
         model = cls(shrink(config, layers=4)).float().eval()
     except Exception as error:
-        raise _Fault(f"no small model of its kind can be made to try the cut on ({_said(error)})") from error
+        raise _Fault(f"no small model of its kind can be made to try the cut on ({first_line(error)})") from error
     with torch.no_grad():
         for parameter in model.parameters():  # so large that what is missing shows
             if parameter.dim() >= 2:
@@ -164,7 +165,7 @@ def _watch(model: Any, batch: Batch) -> Roles:
         except _Fault:
             raise
         except Exception as error:
-            raise _Fault(f"a small model of its kind does not run ({_said(error)})") from error
+            raise _Fault(f"a small model of its kind does not run ({first_line(error)})") from error
     order = [name for name in watched.calls if name in layers]
     if order != list(layers):
         raise _Fault("its layers do not run one after another, each once")
@@ -266,7 +267,7 @@ def _try_cut(model: Any, unused: Any, roles: Roles, batch: Batch) -> None:
                 if p.grad is not None:
                     found[name] = found[name] + p.grad if name in found else p.grad
     except Exception as error:
-        raise _Fault(f"a layer cannot run without the others ({_said(error)})") from error
+        raise _Fault(f"a layer cannot run without the others ({first_line(error)})") from error
     same = found.keys() == expected.keys() and _close(runs[-1][2], whole)
     if not same or not all(_close(found[name], expected[name]) for name in expected):
         raise _Fault("its layers need more of one another than the hidden states")
@@ -274,7 +275,3 @@ def _try_cut(model: Any, unused: Any, roles: Roles, batch: Batch) -> None:
 
 def _close(ours: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((ours - expected).abs().max() <= _TOLERANCE * expected.abs().max().clamp(min=1e-6))
-
-
-def _said(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

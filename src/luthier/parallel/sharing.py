@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from luthier.batch import Batch, Sample
-from luthier.errors import UserError
+from luthier.errors import first_line
 from luthier.hf.anatomy import backbone_name, describe
 from luthier.hf.attention import register_attention, takes_attention
 from luthier.hf.documents import Exchange, active_documents, documents, row_tokens
@@ -177,7 +177,7 @@ def _tried(cls: type[Any], config_class: type[Any], text: str) -> tuple[Manner |
             if takes_attention(cls):
                 small.set_attn_implementation(register_attention())
         except Exception as error:
-            return None, f"no small model of its kind can be made to try it on ({_said(error)})"
+            return None, f"no small model of its kind can be made to try it on ({first_line(error)})"
         for parameter in small.parameters():  # so large that what is out of place shows
             if parameter.dim() >= 2:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
@@ -204,7 +204,7 @@ def _try(model: Any, manner: Manner, lengths: tuple[int, ...]) -> str | None:
         with _shared(model, _Half(), manner):  # for its shapes alone
             hidden_states(model, _places(row, torch.arange(row.tokens // 2)))
     except Exception as error:
-        return f"its forward refuses a part of a row ({_said(error)})"
+        return f"its forward refuses a part of a row ({first_line(error)})"
     off = float((found - expected[order]).abs().max() / expected.abs().max())
     if not off <= _TOLERANCE:
         return "its positions meet, or find their places, outside its attention"
@@ -262,9 +262,3 @@ class _Half:
     def to_positions(self, output: torch.Tensor) -> torch.Tensor:
         held = output[:, : output.shape[1] // 2]
         return torch.cat([held, torch.zeros_like(held)], 2)
-
-
-def _said(error: Exception) -> str:
-    if isinstance(error, UserError):
-        return error.what
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
