@@ -17,6 +17,7 @@ from luthier.verify.worker import Worker
 from tests.world import RankError, World
 
 LENGTHS = (23, 7, 12, 18)
+LAYOUTS = [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "pp": 2}]
 
 _worker: Worker | None = None
 
@@ -91,3 +92,8 @@ class Proofs:
 def right(cell: Cell) -> None:
     """Assert that a cell is right, or show what is not."""
     assert cell.status == "right", f"{cell.layout}: {cell.status}, {cell.reason}\n{cell.trace}"
+
+
+def said(parallel: dict[str, int]) -> str:
+    """A layout as the name of a test says it."""
+    return "-".join(f"{name}{degree}" for name, degree in parallel.items())

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from luthier.hf.tiny import debug_config
-from tests.verify.proof import Proofs, right
-from tests.world import World
+from tests.verify.proof import LAYOUTS, Proofs, right, said
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
-LAYOUTS = [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "pp": 2}]
 KINDS = ["gemma2", "gemma3_text", "cohere2", "gpt2", "falcon"]
 EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe"]
-
-
-@pytest.fixture(scope="module")
-def proofs(tmp_path_factory: pytest.TempPathFactory, world: Callable[[int], World]) -> Proofs:
-    return Proofs(tmp_path_factory.mktemp("proofs"), world)
-
-
-def said(parallel: dict[str, int]) -> str:
-    return "-".join(f"{name}{degree}" for name, degree in parallel.items())
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=said)
