@@ -49,12 +49,10 @@ class _Watched:
 
 
 _ONE_PIECE = {
-    "falcon_h1": "its initialisation reaches into every layer at once",
     "flint": "its layers hand on hidden states of more than one size",
     "gemma3": "its initialisation reaches from the whole model into its parts",
-    "modernbert-decoder": "its initialisation reaches from the whole model into its parts",
 }
-"""Model type -> why it stays in one piece; the trial on a small model, which no file is read for, does not show it."""
+"""Model type -> why it stays in one piece, though the trial on a small model does not show it."""
 
 
 def refusal(model: Any, degree: int, stages_per_rank: int = 1) -> str | None:
@@ -256,6 +254,7 @@ def _try_cut(model: Any, unused: Any, roles: Roles, batch: Batch) -> None:
         for part in parts:
             stage = copy.deepcopy(unused)
             stand_ins = remove_others(stage, roles, [part])
+            _try_initialising(stage)
             output = run(stage, roles, part, stand_ins, batch, received)
             runs.append((stage, received, output))
             received = output.detach().requires_grad_(True)
@@ -266,11 +265,28 @@ def _try_cut(model: Any, unused: Any, roles: Roles, batch: Batch) -> None:
             for name, p in stage.named_parameters():
                 if p.grad is not None:
                     found[name] = found[name] + p.grad if name in found else p.grad
+    except _Fault:
+        raise
     except Exception as error:
         raise _Fault(f"a layer cannot run without the others ({first_line(error)})") from error
     same = found.keys() == expected.keys() and _close(runs[-1][2], whole)
     if not same or not all(_close(found[name], expected[name]) for name in expected):
         raise _Fault("its layers need more of one another than the hidden states")
+
+
+@torch.no_grad()
+def _try_initialising(stage: Any) -> None:
+    """Let a stage be initialised as loading does it: a copy, since it gets other weights by it.
+
+    Raises:
+        _Fault: its initialisation reaches into parts that other stages have.
+    """
+    stage = copy.deepcopy(stage)
+    try:
+        for module in stage.modules():
+            stage._init_weights(module)
+    except (AttributeError, TypeError, KeyError, IndexError, RuntimeError) as error:
+        raise _Fault(f"its initialisation reaches into parts of other stages ({first_line(error)})") from error
 
 
 def _close(ours: torch.Tensor, expected: torch.Tensor) -> bool:
