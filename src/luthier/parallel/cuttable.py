@@ -50,7 +50,6 @@ class _Watched:
 
 _ONE_PIECE = {
     "flint": "its layers hand on hidden states of more than one size",
-    "gemma3": "its initialisation reaches from the whole model into its parts",
 }
 """Model type -> why it stays in one piece, though the trial on a small model does not show it."""
 
@@ -281,10 +280,15 @@ def _try_initialising(stage: Any) -> None:
     Raises:
         _Fault: its initialisation reaches into parts that other stages have.
     """
+
+    def walk(module: Any, owner: Any) -> None:
+        for child in module.children():
+            walk(child, child if hasattr(child, "_init_weights") else owner)
+        owner._init_weights(module)
+
     stage = copy.deepcopy(stage)
     try:
-        for module in stage.modules():
-            stage._init_weights(module)
+        walk(stage, stage)
     except (AttributeError, TypeError, KeyError, IndexError, RuntimeError) as error:
         raise _Fault(f"its initialisation reaches into parts of other stages ({first_line(error)})") from error
 
