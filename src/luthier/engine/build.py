@@ -139,7 +139,7 @@ def build_network(
     pipeline = None
     if plan.stages is not None and mesh is not None and mesh.pp is not None:
         width = model.config.get_text_config().hidden_size
-        pipeline = Pipeline(model, plan.stages, mesh.pp, device=device, dtype=model.dtype, width=width)
+        pipeline = Pipeline(model, plan.stages, mesh.pp, device=device, dtype=plan.dtype, width=width)
     lora = plan.lora
     if adapter is not None:
         alone = pipeline.run_alone if pipeline is not None else None
@@ -156,10 +156,10 @@ def build_network(
     else:
         packing_fault = _packing_fault(model, source, attention, trust_remote_code)
     rate = moe.bias_update_rate if moe is not None else None
-    padded = device.type == "cpu" and model.dtype != torch.float64 and not packing_fault
+    padded = device.type == "cpu" and plan.dtype != torch.float64 and not packing_fault
     return Network(
         model=model,
-        head=Head(model, linear=plan.head),
+        head=Head(model, linear=plan.head, dtype=plan.dtype),
         device=device,
         source=source,
         outline=plan.outline,
@@ -197,6 +197,7 @@ class _Plan:
     """
 
     anatomy: Anatomy
+    dtype: torch.dtype
     limits: Limits
     head: HeadInfo | None
     lora: LoraReport | None = None
@@ -221,6 +222,7 @@ class _Plan:
     def lay_out(self, model: Any) -> None:
         if self._adapter is not None:
             self.lora = apply_lora(model, self._adapter, self._seed)
+        self.dtype = model.dtype  # of its first weight, which on another stage may be one that is kept in fp32
         self.anatomy, self.limits, self.head = describe(model), limits_of(model), linear_head(model)
         tied = set(model.all_tied_weights_keys)
         self.parameters = sum(p.numel() for name, p in model.named_parameters() if name not in tied)

@@ -31,12 +31,19 @@ class Head:
         chunk: positions at a time; when left out, what suits the vocabulary streamed in tiles, and fewer where whole
             logits of a chunk are made.
         linear: what `linear_head` found before the model was laid out over ranks; found here when left out.
+        dtype: of the whole model's weights; asked of the model when left out.
     """
 
     def __init__(
-        self, model: Any, chunk: int | None = None, *, linear: HeadInfo | Literal["find"] | None = "find"
+        self,
+        model: Any,
+        chunk: int | None = None,
+        *,
+        linear: HeadInfo | Literal["find"] | None = "find",
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._model = model
+        self._weights = dtype or model.dtype
         self._chunk = chunk or DEFAULT_CHUNK
         self._logits_chunk = chunk or LOGITS_CHUNK
         self._linear = linear_head(model) if linear == "find" else linear
@@ -44,7 +51,7 @@ class Head:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of log-probabilities: fp32, or float64 for a float64 model."""
-        return torch.float64 if self._model.dtype == torch.float64 else torch.float32
+        return torch.float64 if self._weights == torch.float64 else torch.float32
 
     def cross_entropy(
         self, hidden: torch.Tensor, targets: torch.Tensor, coefficients: torch.Tensor

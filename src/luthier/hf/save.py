@@ -67,7 +67,8 @@ def save_model(
         ModelError: the directory holds something else, or adapters are still in the model.
     """
     target = Path(directory)
-    wanted = dtype if dtype is not None else model.dtype
+    # That of its first weight, which on a later stage may be one that is kept in fp32: the first rank knows.
+    wanted = dtype if dtype is not None else tell(model.dtype, group)
     facts = {"dtype": str(wanted).removeprefix("torch.")}
     facts |= {"tokenizer": fingerprint(tokenizer)} if tokenizer is not None else {}
     with replacing(target, facts, group) as aside, quiet():

@@ -48,12 +48,6 @@ class _Watched:
     shape: tuple[int, ...] = ()
 
 
-_ONE_PIECE = {
-    "flint": "its layers hand on hidden states of more than one size",
-}
-"""Model type -> why it stays in one piece, though the trial on a small model does not show it."""
-
-
 def refusal(model: Any, degree: int, stages_per_rank: int = 1) -> str | None:
     """Why a model cannot be cut into stages, as a clause; None where it can.
 
@@ -65,8 +59,6 @@ def refusal(model: Any, degree: int, stages_per_rank: int = 1) -> str | None:
     layers, stages = len(describe(model).layers), degree * stages_per_rank
     if layers < stages:
         return f"it has {layers} layers for {stages} stages"
-    if (whole := _ONE_PIECE.get(model.config.model_type)) is not None:
-        return whole
     shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
     if shared:
         return f"its last {shared} layers read the keys and values of layers before them"

@@ -153,6 +153,6 @@ def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:
         "adapter": "LoRA" if config.adapter is not None else "none",
         **{f"adapter.{key}": value for key, value in adapter.items()},
         "optimizer.name": config.optimizer.name,
-        "train.precision": str(state.model.dtype).removeprefix("torch."),
+        "train.precision": str(state.outline.dtype).removeprefix("torch."),
         "seed": config.seed,
     }

@@ -84,7 +84,7 @@ class Reporter:
         self._flops = count_flops(state.outline)
         self._parts = state.mesh.layout.data_ranks if state.mesh is not None else 1
         ranks = state.mesh.layout.ranks if state.mesh is not None else 1
-        self._peak = ranks * peak_flops(state.device, _dtype(state.model)) if state.is_main else 1.0
+        self._peak = ranks * peak_flops(state.device, _dtype(state.outline)) if state.is_main else 1.0
         self._compiles, self._graphs = config.train.compile, 0
         values = config.model_dump(mode="json")
         self._main = state.is_main
