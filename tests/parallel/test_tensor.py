@@ -32,6 +32,7 @@ FP32_INSIDE = {
     "mpt": 1e-6,
     "bloom": 1e-6,
     "deepseek_v3": 1e-6,
+    "inkling_text": 1e-5,
 }
 """Models that cast to fp32 somewhere."""
 
@@ -68,8 +69,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "deepseek_v3": {},
     "gpt_oss": {},
+    "inkling_text": {},
 }
-ALONE = {"bloom", "mpt", "falcon", "falcon-new", "falcon-alibi", "gpt_neo", "gpt_bigcode", "gpt_bigcode-heads"}
+ALONE = {
+    "inkling_text",
+    "bloom",
+    "mpt",
+    "falcon",
+    "falcon-new",
+    "falcon-alibi",
+    "gpt_neo",
+    "gpt_bigcode",
+    "gpt_bigcode-heads",
+}
 """Kinds whose documents cannot share a row."""
 ADAPTED = {
     "llama-biased": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
@@ -245,6 +257,8 @@ def test_sequence_parallel_gradients_equal_those_of_plain_transformers(
         ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, 4, "2 key and value heads"),
         ("codegen", {"n_head": 8, "rotary_dim": 4}, 8, "its fused projection lies in 4 blocks"),
         ("mamba", {}, 2, "its layers have no attention heads and no feed-forward width"),
+        ("hrm_text", {}, 2, "self_attn.q_proj.weight joined with others, along the side that would be cut"),
+        ("inkling2_text", {}, 2, "mlp.experts.gate_up_proj joined with others, along the side that would be cut"),
         ("bitnet", {}, 2, "its layers have no attention heads and no feed-forward width"),
     ],
 )

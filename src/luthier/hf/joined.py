@@ -9,12 +9,9 @@ from __future__ import annotations
 import re
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, Interleave, PermuteForRope, Split, WeightConverter
-
-from luthier.errors import ConfigError
 
 _JOINING = (Chunk, Concatenate, Interleave, PermuteForRope, Split)
 
@@ -39,21 +36,3 @@ def joined_dims(model: PreTrainedModel) -> dict[nn.Parameter, frozenset[int]]:
             if dims and any(pattern.search(name) for pattern in patterns):
                 found[parameter] = found.get(parameter, frozenset()) | dims
     return found
-
-
-def refuse_cut_joints(model: PreTrainedModel) -> None:
-    """Refuse a layout that cuts weights where a checkpoint joins them.
-
-    Raises:
-        ConfigError: it would read wrong numbers.
-    """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter, dims in joined_dims(model).items():
-        cut = parameter.placements if isinstance(parameter, DTensor) else ()
-        if any(isinstance(how, Shard) and how.dim % parameter.ndim in dims for how in cut):
-            raise ConfigError(
-                f"{names[parameter]} lies joined with others in checkpoints of its kind, along the "
-                "dimension that this layout cuts",
-                where="parallel.tp",
-                remedy="set it to 1, and dp_shard higher",
-            )

@@ -33,7 +33,6 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from luthier.errors import ModelError, UserError
 from luthier.hf import attention as luthier_attention
 from luthier.hf.initialise import initialise
-from luthier.hf.joined import refuse_cut_joints
 from luthier.hf.kinds import not_causal
 from luthier.hf.quiet import quiet
 from luthier.hf.rotary import follow_documents
@@ -216,8 +215,6 @@ def _hooked(base: type[PreTrainedModel], loading: _Loading) -> type[PreTrainedMo
             # FSDP makes a class of its own, which Transformers would take for code that is not its own: it would leave
             # a tied embedding without memory, and initialise otherwise.
             type(model).__module__ = base.__module__
-        if not loading.from_scratch:
-            refuse_cut_joints(model)
         loading.trainable = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
         return model
 

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from luthier.hf.anatomy import Anatomy, describe
+from luthier.hf.joined import joined_dims
 from luthier.hf.linear import linear_shape
 
 _ACT_ON_WEIGHT = ("colwise", "rowwise", "embedding", "packed_colwise", "mla")
@@ -65,9 +66,6 @@ _NOT_DEALT = {
     "dots3_note": "its layers have other numbers of experts each, which no plan follows",
     "dots3_note_text": "its layers have other numbers of experts each, which no plan follows",
     "gemma3n_text": "its sparse activation takes mean and deviation over the whole feed-forward width",
-    "inkling_text": "no cut of its learnt relative positions is proved",
-    "inkling2_text": "no cut of its learnt relative positions is proved",
-    "inkling2_loop_text": "no cut of its learnt relative positions is proved",
 }
 """Model type -> why it is not cut, whatever plan it has: with it the numbers were others than in one process."""
 
@@ -81,9 +79,12 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
     anatomy = describe(model)
     modules = dict(model.named_modules())
     inside = tuple(f"{layer}." for layer in anatomy.layers)
+    joined = joined_dims(model)
     plan = TensorPlan(obstacle=_NOT_DEALT.get(model.config.get_text_config().model_type, ""))
     for name, style in model._expand_parallel_plan(dict(model.tp_plan or {})).items():
         owner = modules.get(name)
+        if style == "colwise" and _holds_gates_first(model, name) and model.get_parameter(name) not in joined:
+            style = "packed_colwise"  # cut in one piece, one rank would have all gates, another all that they gate
         if owner is None or not style.startswith(_ACT_ON_WEIGHT) or hasattr(owner, "weight"):
             plan.styles[name] = style
     if any(name.startswith(inside) for name in plan.styles):
@@ -98,6 +99,18 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
     _mark_activations(plan, modules)
     _plan_vocabulary(plan, model, anatomy)
     return plan
+
+
+def _holds_gates_first(model: PreTrainedModel, name: str) -> bool:
+    """Whether a weight of experts holds their gates, then what they gate: [experts, 2 x inner, hidden]."""
+    parent, _, key = name.rpartition(".")
+    if key != "gate_up_proj":
+        return False
+    experts: Any = model.get_submodule(parent)
+    down = getattr(experts, "down_proj", None)
+    if not isinstance(down, nn.Parameter) or down.ndim != 3 or not getattr(experts, "is_concatenated", False):
+        return False
+    return bool(experts.gate_up_proj.shape[1] == 2 * down.shape[2])
 
 
 def _set(plan: TensorPlan, name: str, module: nn.Module, style: str) -> None:

@@ -157,6 +157,9 @@ class Style:
                 latent, rope = y.split([y.shape[-1] - self.rope, self.rope], -1)
                 return torch.cat([latent, enter(rope, ring)], -1)
             case "all_reduce":
+                if any(True for _ in module.parameters(recurse=False)):  # cut weights that no layer of its own enters
+                    args = tuple(_entered(value, ring) for value in args)
+                    kwargs = {key: _entered(value, ring) for key, value in kwargs.items()}
                 y = own(module, *args, **kwargs)
                 return None if y is None else leave(y, ring)
             case "moe_tp_experts":
@@ -181,6 +184,10 @@ class Style:
             start, stop = (0, section.size) if section.shared else ring.span(section.size)
             parts.append(part.narrow(-1, start, stop - start))
         return torch.cat(parts, -1)
+
+
+def _entered(value: Any, ring: Ring) -> Any:
+    return enter(value, ring) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _project(module: Any, own: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -19,9 +19,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from luthier.hf.anatomy import describe
+from luthier.hf.joined import joined_dims
 from luthier.hf.linear import linear_shape
 from luthier.hf.plans import TensorPlan, tensor_plan
 from luthier.losses.vocabulary_parallel import VocabularyShard
@@ -127,6 +128,14 @@ def refusal(model: Any, degree: int) -> str | None:
     if plan.obstacle:
         return plan.obstacle
     modules = dict(model.named_modules())
+    joined = joined_dims(model)
+    for name, module in modules.items():
+        for key, parameter in module._parameters.items():
+            if parameter is None or parameter not in joined:
+                continue
+            how = _lie(modules, plan.styles, name, key, parameter).placement
+            if isinstance(how, Shard) and how.dim % parameter.ndim in joined[parameter]:
+                return f"its checkpoints hold {name}.{key} joined with others, along the side that would be cut"
     vocabulary = {describe(model).embedding, describe(model).head}
     for name, style in plan.styles.items():
         if not is_known(style):
@@ -178,8 +187,11 @@ def _lie(modules: dict[str, nn.Module], styles: dict[str, str], name: str, key: 
     style = styles.get(f"{name}.{key}", styles.get(name))
     shape = linear_shape(modules[name])
     how = lie(style, key, parameter, transposed=shape is not None and shape.transposed)
-    in_part = styles.get(name) == "moe_tp_experts" and how.placement.is_replicate()
-    return Lie(how.placement, partial=True) if in_part else how
+    # What a module does to tokens that other ranks have (experts' biases, a norm in the embedding) each sees in part.
+    in_part = styles.get(name) == "moe_tp_experts" or any(
+        styles.get(owner) == "embedding_rowwise" for owner in _prefixes(name)
+    )
+    return Lie(how.placement, partial=True) if in_part and how.placement.is_replicate() else how
 
 
 def _style(model: Any, module: nn.Module, style: str, shared: Shared, plan: TensorPlan, name: str) -> Style:
