@@ -22,7 +22,8 @@ from luthier.errors import ConfigError
 from luthier.hf.source import resolve
 from luthier.hf.tiny import debug_config
 from tests.oracles.plain import gradient_error, plain_model, save_strong
-from tests.parallel.cases import documents, microbatches, ready, whole
+from tests.oracles.rows import documents
+from tests.parallel.cases import microbatches, ready, whole
 
 KINDS = ["mixtral", "qwen3_moe", "gpt_oss", "dbrx", "jetmoe"]
 COEFFICIENT = 0.7

@@ -20,7 +20,8 @@ from luthier.engine.step import forward_backward_all, optim_step
 from luthier.hf.source import resolve
 from luthier.hf.tiny import debug_config
 from tests.oracles.plain import save_strong
-from tests.parallel.cases import documents, microbatches, ready, strengthen, whole
+from tests.oracles.rows import documents
+from tests.parallel.cases import microbatches, ready, strengthen, whole
 
 OPTIMIZER = AdamWConfig(learning_rate=0.01)
 LORA = LoraConfig(rank=4, target=["attn", "mlp"])

@@ -21,6 +21,7 @@ from luthier.hf.source import resolve
 from luthier.hf.tiny import debug_config
 from luthier.parallel import checkpointing
 from tests.oracles.plain import gradient_error, gradient_errors, plain_model, save_strong, weighted_sum
+from tests.oracles.rows import documents
 
 TYPES = ["llama", "qwen2", "qwen3", "gemma2", "cohere2", "granite", "gpt2", "phi", "mixtral"]
 FLOAT64_BOUND = {"gemma2": 1e-6, "cohere2": 1e-6, "mixtral": 1e-6}  # these cast to fp32 inside
@@ -31,16 +32,6 @@ LENGTHS = [23, 1, 40, 7, 12]
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {kind: save_strong(debug_config(kind), root / kind) for kind in TYPES}
-
-
-def documents(seed: int = 0) -> list[Sample]:
-    generator = np.random.default_rng(seed)
-    samples = []
-    for length in LENGTHS:
-        ids = generator.integers(4, 260, length + 1)
-        weights = generator.choice([0.0, 1.0, 0.5], length + 1).astype(np.float32)
-        samples.append(Sample.from_ids(ids, weights, f"row {len(samples)}"))
-    return samples
 
 
 def ready(path: Path | str, precision: str, adapter: LoraConfig | None = None) -> TrainState:
@@ -69,7 +60,7 @@ def layouts(samples: list[Sample]) -> dict[str, list[Batch]]:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_float64_equals_plain_transformers(models: dict[str, Path], kind: str) -> None:
-    samples = documents()
+    samples = documents(lengths=LENGTHS)
     factor = 1 / sum(float(s.weights.sum()) for s in samples)
     reference = weighted_sum(plain_model(models[kind], torch.float64), samples, factor)
     bound = FLOAT64_BOUND.get(kind, 1e-10)
@@ -86,7 +77,7 @@ def test_float64_equals_plain_transformers(models: dict[str, Path], kind: str) -
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_fp32_is_within_two_in_a_million_of_float64(kind: str, tmp_path: Path) -> None:
-    samples = documents()
+    samples = documents(lengths=LENGTHS)
     factor = 1 / sum(float(s.weights.sum()) for s in samples)
     state = ready(f"debug:{kind}", "fp32")
     state.model.save_pretrained(tmp_path)
@@ -101,7 +92,7 @@ def test_fp32_is_within_two_in_a_million_of_float64(kind: str, tmp_path: Path) -
 def test_strong_weights_are_as_near_to_float64_as_plain_transformers(
     models: dict[str, Path], kind: str, precision: str
 ) -> None:
-    samples = documents()
+    samples = documents(lengths=LENGTHS)
     factor = 1 / sum(float(s.weights.sum()) for s in samples)
     reference = weighted_sum(plain_model(models[kind], torch.float64), samples, factor).gradients
     plain = weighted_sum(plain_model(models[kind], DTYPES[precision]), samples, factor).gradients
@@ -115,7 +106,7 @@ def test_strong_weights_are_as_near_to_float64_as_plain_transformers(
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_loss_of_ones_own_gets_the_same_logprobs_and_gradients(models: dict[str, Path], kind: str) -> None:
-    samples = documents()
+    samples = documents(lengths=LENGTHS)
     reference = weighted_sum(plain_model(models[kind], torch.float64), samples)
     state = ready(models[kind], "fp64")
     batch = Batch.pack(samples)
@@ -134,7 +125,7 @@ def test_the_loss_of_ones_own_gets_the_same_logprobs_and_gradients(models: dict[
 
 def test_a_microbatch_without_trained_tokens_adds_nothing(models: dict[str, Path]) -> None:
     state = ready(models["qwen3"], "fp64")
-    batch = Batch.pack(documents())
+    batch = Batch.pack(documents(lengths=LENGTHS))
     forward_backward(state, batch)
     before = {name: p.grad.clone() for name, p in state.trainable.items()}
     output = forward_backward(state, batch.scaled(0.0))
@@ -146,8 +137,8 @@ def test_documents_that_a_model_would_mix_are_refused(models: dict[str, Path]) -
     state = ready(models["qwen3"], "fp64")
     state.packing_fault = "its documents see one another in a packed row"
     with pytest.raises(ModelError, match="5 documents in one batch"):
-        forward_backward(state, Batch.pack(documents()))
-    forward_backward(state, Batch.pack(documents()[:1]))
+        forward_backward(state, Batch.pack(documents(lengths=LENGTHS)))
+    forward_backward(state, Batch.pack(documents(lengths=LENGTHS)[:1]))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +165,7 @@ def test_what_a_model_cannot_read_is_named(kind: str, ids: list[int], told: str)
 
 def test_targets_that_are_not_trained_on_may_be_anything(models: dict[str, Path]) -> None:
     state = ready(models["qwen3"], "fp64")
-    sample = documents()[0]
+    sample = documents(lengths=LENGTHS)[0]
     masked = replace(sample, targets=np.where(sample.weights == 0, -100, sample.targets))
     expected, _ = run(state, [Batch.pack([sample])], 1.0)
     assert run(state, [Batch.pack([masked])], 1.0)[0] == expected
@@ -182,7 +173,7 @@ def test_targets_that_are_not_trained_on_may_be_anything(models: dict[str, Path]
 
 @pytest.mark.parametrize("policy", ["full", "selective", "offloaded"])
 def test_activation_checkpointing_changes_no_gradient(models: dict[str, Path], policy: str) -> None:
-    samples = documents()
+    samples = documents(lengths=LENGTHS)
     for kind in ("qwen3", "gemma2"):
         _, expected = run(ready(models[kind], "fp64"), layouts(samples)["packed"], 1.0)
         state = build_state(
@@ -215,7 +206,7 @@ def test_offloading_moves_the_inputs_of_layers_and_nothing_else(
         device=torch.device("cpu"),
         activation_checkpointing="offloaded",
     )
-    run(state, layouts(documents())["packed"], 1.0)
+    run(state, layouts(documents(lengths=LENGTHS))["packed"], 1.0)
     inputs = [shape for shape in moved if len(shape) == 3]
     assert inputs == [(1, sum(LENGTHS), 64)] * 2
     assert sum(shape.numel() for shape in moved if len(shape) != 3) < 2 * sum(LENGTHS) * 64
@@ -224,7 +215,7 @@ def test_offloading_moves_the_inputs_of_layers_and_nothing_else(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 def test_an_adapter_changes_no_bit_before_its_first_step(models: dict[str, Path], kind: str, precision: str) -> None:
-    samples = documents()
+    samples = documents(lengths=LENGTHS)
     base = ready(models[kind], precision)
     adapted = ready(models[kind], precision, LoraConfig(rank=4, target=["all-linear"]))
     batch = Batch.pack(samples)

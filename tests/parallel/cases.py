@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -20,19 +19,15 @@ from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all, optim_step
 from luthier.hf.source import resolve
 from luthier.parallel.mesh import Layout, Mesh
+from tests.oracles.plain import Reference, plain_model, weighted_sum
+from tests.oracles.rows import documents
 
-LENGTHS = [23, 1, 40, 7, 12, 9, 18, 31]
 
-
-def documents(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Sample]:
-    """Rows of odd lengths, some of whose targets are not trained on."""
-    generator = np.random.default_rng(seed)
-    samples = []
-    for length in lengths:
-        ids = generator.integers(4, 260, length + 1)
-        weights = generator.choice([0.0, 1.0, 0.5], length + 1).astype(np.float32)
-        samples.append(Sample.from_ids(ids, weights, f"row {len(samples)}"))
-    return samples
+def reference(path: Path, model: Any = None) -> Reference:
+    """What plain Transformers (or `model`) in one process makes of `documents()`, in float64."""
+    samples = documents()
+    factor = 1 / sum(float(sample.weights.sum()) for sample in samples)
+    return weighted_sum(plain_model(path, torch.float64) if model is None else model, samples, factor)
 
 
 def microbatches(samples: Sequence[Sample], part: int, parts: int, count: int = 2) -> list[Batch]:

@@ -14,7 +14,8 @@ from luthier.batch import Batch
 from luthier.engine.step import forward_backward
 from luthier.hf.tiny import debug_config
 from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong, weighted_sum
-from tests.parallel.cases import documents, measure, microbatches, ready, whole
+from tests.oracles.rows import documents
+from tests.parallel.cases import measure, microbatches, ready, whole
 
 NINE = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
 KINDS: dict[str, dict[str, Any]] = {

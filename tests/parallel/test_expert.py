@@ -18,7 +18,8 @@ from luthier.hf.load import build_on_meta
 from luthier.hf.tiny import debug_config
 from luthier.parallel.expert import refusal
 from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong, weighted_sum
-from tests.parallel.cases import documents, measure, ready, strengthen
+from tests.oracles.rows import documents
+from tests.parallel.cases import measure, ready, strengthen
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

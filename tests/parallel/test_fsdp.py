@@ -14,7 +14,8 @@ from peft import get_peft_model
 from luthier.config import LoraConfig
 from luthier.hf.tiny import debug_config
 from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong, weighted_sum
-from tests.parallel.cases import documents, measure
+from tests.oracles.rows import documents
+from tests.parallel.cases import measure, reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -26,12 +27,6 @@ LORA = LoraConfig(rank=4, target=["attn"])
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {kind: save_strong(debug_config(kind), root / kind) for kind in TYPES}
-
-
-def reference(path: Path) -> Reference:
-    samples = documents()
-    factor = 1 / sum(float(sample.weights.sum()) for sample in samples)
-    return weighted_sum(plain_model(path, torch.float64), samples, factor)
 
 
 def check(results: list[dict[str, Any]], expected: Reference, bound: float) -> None:

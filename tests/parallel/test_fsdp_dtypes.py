@@ -10,7 +10,8 @@ import torch
 
 from luthier.hf.tiny import debug_config
 from tests.oracles.plain import gradient_error, plain_model, save_strong, weighted_sum
-from tests.parallel.cases import documents, measure
+from tests.oracles.rows import documents
+from tests.parallel.cases import measure
 
 
 @pytest.mark.parametrize("kind", ["bailing_hybrid", "deepseek_v4", "hrm_text", "kimi_linear"])

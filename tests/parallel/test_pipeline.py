@@ -24,7 +24,8 @@ from luthier.hf.tiny import debug_config
 from luthier.parallel.programs import PROGRAMS
 from tests.adapters.models import PEFT_WARNINGS
 from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong, weighted_sum
-from tests.parallel.cases import documents, measure, microbatches, ready, strengthen
+from tests.oracles.rows import documents
+from tests.parallel.cases import measure, microbatches, ready, reference, strengthen
 
 pytestmark = list(PEFT_WARNINGS)
 
@@ -54,12 +55,6 @@ ADAPTED = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {kind: save_strong(debug_config(kind, layers=4, **TIES.get(kind, {})), root / kind) for kind in TYPES}
-
-
-def reference(path: Path, model: Any = None) -> Reference:
-    samples = documents()
-    factor = 1 / sum(float(sample.weights.sum()) for sample in samples)
-    return weighted_sum(model or plain_model(path, torch.float64), samples, factor)
 
 
 def check(results: list[dict[str, Any]], expected: Reference, bound: float) -> None:
