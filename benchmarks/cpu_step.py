@@ -194,7 +194,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.allocator:
-        tune_allocator()
+        tune_allocator(keep=True)
     register_attention()
     AttentionInterface.register("hand", hand_attention)
     AttentionMaskInterface.register("hand", document_mask)

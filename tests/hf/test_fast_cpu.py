@@ -145,10 +145,11 @@ def test_a_model_is_no_further_from_float64_than_the_plain_one(kind: str, checkp
         assert ((got[name] - reference).abs().max() / scale).item() <= bound, name
 
 
-def test_allocator_is_tuned_on_glibc() -> None:
+@pytest.mark.parametrize("keep", [True, False])
+def test_allocator_is_tuned_on_glibc(keep: bool) -> None:
     import platform
 
-    assert tune_allocator() is (platform.system() == "Linux" and platform.libc_ver()[0] == "glibc")
+    assert tune_allocator(keep=keep) is (platform.system() == "Linux" and platform.libc_ver()[0] == "glibc")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

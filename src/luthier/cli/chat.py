@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from luthier.cli.frame import AdapterOption, Answer, Arguments, JsonOption, ModelOption, run_config, typed, verb
+from luthier.cli.frame import (
+    AdapterOption,
+    Answer,
+    Arguments,
+    JsonOption,
+    ModelOption,
+    importing,
+    run_config,
+    typed,
+    verb,
+)
 
 app = verb("chat")
 
@@ -18,7 +28,8 @@ def chat(
 ) -> Answer:
     """Talk with a model, a line at a time; an empty line or the end of the input ends the talk."""
     config = run_config(arguments, model=model, defaults={"data": {}})
-    from luthier.recipes.generate import open_chat
+    with importing():
+        from luthier.recipes.generate import open_chat
 
     reply = open_chat(config, adapter=adapter)
     messages: list[dict[str, str]] = []

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from luthier.cli.frame import Answer, Arguments, DataOption, JsonOption, ModelOption, run_config, verb
+from luthier.cli.frame import Answer, Arguments, DataOption, JsonOption, ModelOption, importing, run_config, verb
 
 app = verb("data")
 
@@ -27,7 +27,8 @@ def show(
 ) -> Answer:
     """Print rows token by token, the trained tokens in colour, and how many there are of each."""
     config = run_config(arguments, model=model, data=data)
-    from luthier.recipes.show import show
+    with importing():
+        from luthier.recipes.show import show
 
     result, lines = show(config, rows=rows, split=split)
     return Answer(result, lines)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from luthier.cli.frame import Answer, JsonOption, OutputOption, verb
+from luthier.cli.frame import Answer, JsonOption, OutputOption, importing, verb
 
 app = verb("demo")
 
@@ -14,7 +14,8 @@ app = verb("demo")
 @app.command()
 def demo(output: OutputOption = Path("runs/demo"), as_json: JsonOption = False) -> Answer:
     """Train SmolLM2-135M on a subject it cannot know; ask it before and after; export; open with plain Transformers."""
-    from luthier.recipes.demo import demo
+    with importing():
+        from luthier.recipes.demo import demo
 
     result = demo(output or Path("runs/demo"))
     return Answer(result, _told(result))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from luthier.cli.frame import Answer, Arguments, DataOption, JsonOption, ModelOption, run_config, verb
+from luthier.cli.frame import Answer, Arguments, DataOption, JsonOption, ModelOption, importing, run_config, verb
 from luthier.errors import ConfigError
 
 app = verb("estimate")
@@ -36,7 +36,8 @@ def estimate(
     """Say how many parameters, operations, bytes and seconds a run takes; reads the model's config.json alone."""
     defaults = {"data": {"sequence_length": _LENGTH} if search else {}}
     config = run_config(arguments, model=model, data=data, defaults=defaults)
-    from luthier import estimate as estimates
+    with importing():
+        from luthier import estimate as estimates
 
     if search:
         if layout is not None:

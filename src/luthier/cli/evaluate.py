@@ -15,6 +15,7 @@ from luthier.cli.frame import (
     NodesOption,
     ProcessesOption,
     entries,
+    importing,
     launched,
     run_config,
     verb,
@@ -41,8 +42,9 @@ def evaluate(
     ranks = launched(context, None, nproc=nproc, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint)
     if ranks is not None:
         return ranks
-    from luthier.data.report import DataReport
-    from luthier.recipes.evaluate import evaluate
+    with importing():
+        from luthier.data.report import DataReport
+        from luthier.recipes.evaluate import evaluate
 
     result = evaluate(config, adapter=adapter)
     measured = {key: value for key, value in result.items() if key != "data"}

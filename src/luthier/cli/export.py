@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from luthier.cli.frame import Answer, JsonOption, verb
+from luthier.cli.frame import Answer, JsonOption, importing, verb
 from luthier.errors import UserError
 
 app = verb("export")
@@ -26,6 +26,7 @@ def export(
     if merge and adapter:
         raise UserError("--merge and --adapter exclude each other", remedy="leave one of them out")
     form: Literal["merge", "adapter"] | None = "merge" if merge else "adapter" if adapter else None
-    from luthier.recipes.export import export
+    with importing():
+        from luthier.recipes.export import export
 
     return Answer(export(run.expanduser(), output=output.expanduser(), step=step, form=form))

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from luthier.cli.frame import AdapterOption, Answer, Arguments, JsonOption, ModelOption, run_config, typed, verb
+from luthier.cli.frame import (
+    AdapterOption,
+    Answer,
+    Arguments,
+    JsonOption,
+    ModelOption,
+    importing,
+    run_config,
+    typed,
+    verb,
+)
 from luthier.errors import UserError
 
 app = verb("generate")
@@ -31,7 +41,8 @@ def generate(
     prompts = prompt or [typed(sys.stdin.read, "standard input")]
     if not all(typed(text.strip, "--prompt") for text in prompts):
         raise UserError("there is nothing to answer", where="--prompt", remedy="give a text")
-    from luthier.recipes.generate import generate
+    with importing():
+        from luthier.recipes.generate import generate
 
     result = generate(config, prompts, adapter=adapter)
     return Answer(result, [answer["text"] for answer in result["answers"]])

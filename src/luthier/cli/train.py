@@ -19,6 +19,7 @@ from luthier.cli.frame import (
     OutputOption,
     ProcessesOption,
     RestartsOption,
+    importing,
     launched,
     run_config,
     verb,
@@ -57,10 +58,12 @@ def train(
     ranks = launched(context, logs, nproc=nproc, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, max_restarts=max_restarts)
     if ranks is not None:
         return ranks
-    from luthier.recipes import sft
+    with importing():
+        from luthier.recipes import sft
 
     if dry_run:
-        from luthier.recipes.dry_run import dry_run as rehearse
+        with importing():
+            from luthier.recipes.dry_run import dry_run as rehearse
 
         return Answer(rehearse(config))
     summary = sft.train(config, resume=resume)

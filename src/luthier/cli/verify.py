@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from luthier.cli.frame import Answer, Arguments, JsonOption, ModelOption, run_config, verb
+from luthier.cli.frame import Answer, Arguments, JsonOption, ModelOption, importing, run_config, verb
 
 app = verb("verify")
 
@@ -40,7 +40,8 @@ def verify(
     if matrix:
         return _matrix(output, resume)
     config = run_config(arguments, model=model, defaults={"data": {}})
-    from luthier.verify.run import verify as prove
+    with importing():
+        from luthier.verify.run import verify as prove
 
     cells, lines = prove(config, tiny=tiny, nproc=nproc)
     return Answer({"layouts": cells}, lines, code=int(any(cell.status != "right" for cell in cells)))
@@ -50,8 +51,9 @@ def _matrix(output: Path, resume: bool) -> Answer:
     import sys
     import tempfile
 
-    from luthier.verify.matrix import COLUMNS, run, write_page
-    from luthier.verify.table import counts
+    with importing():
+        from luthier.verify.matrix import COLUMNS, run, write_page
+        from luthier.verify.table import counts
 
     results = output.with_suffix(".json")
     with tempfile.TemporaryDirectory(prefix="luthier-matrix-") as scratch:

@@ -317,7 +317,8 @@ def build_state(
     model = network.model
     model.train()
     if network.device.type == "cpu":
-        tune_allocator()  # after loading, so that what loading freed has gone back to the system
+        # after loading, so that what loading freed has gone back to the system
+        tune_allocator(keep=mesh is None or mesh.layout.fsdp * mesh.layout.efsdp == 1)
     inside = tuple(f"{layer}." for layer in describe(model).layers)
     made = build_optimizer(
         model.named_parameters(),

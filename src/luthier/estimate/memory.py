@@ -7,11 +7,14 @@ they are run in outline (`hf/outline.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from operator import attrgetter
 
 from luthier.estimate.plan import Held, Plan, different, held_by
 from luthier.estimate.shape import LayerShape, ModelShape, Totals, totals
 from luthier.losses.cross_entropy import DEFAULT_CHUNK
+from luthier.parallel.mesh import Layout
 
 _KEPT_BYTES = 320 << 20
 _TILE = {True: 2048, False: 16384}
@@ -43,16 +46,19 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return self.weights + self.transient + self.gradients + self.optimizer + self.activations + self.logits
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self) | {"total": self.total}
 
 
+_TOTAL = attrgetter("total")
+
+
 def memory(shape: ModelShape, plan: Plan) -> Memory:
     """Of the rank of the pipeline that needs most."""
     held = held_by(shape, plan.layout.pp, plan.schedule, plan.stages_per_rank)
-    return max((memory_of(shape, plan, one) for one in different(held)), key=lambda found: found.total)
+    return max((memory_of(shape, plan, one) for one in different(held)), key=_TOTAL)
 
 
 def memory_of(shape: ModelShape, plan: Plan, held: Held) -> Memory:
@@ -63,18 +69,15 @@ def memory_of(shape: ModelShape, plan: Plan, held: Held) -> Memory:
         plan: layout and batch.
         held: what this rank has.
     """
-    return max(_moments(shape, plan, held), key=lambda found: found.total)
+    return Memory(*max(_moments(shape, plan, held), key=sum))
 
 
-def _moments(shape: ModelShape, plan: Plan, held: Held) -> Iterator[Memory]:
-    """The moments of a step that may be the largest, in their order."""
-    layout = plan.layout
+def _moments(shape: ModelShape, plan: Plan, held: Held) -> Iterator[tuple[int, ...]]:
+    """The moments of a step that may be the largest, in their order: bytes as `Memory` names them."""
     resident = 0 if plan.cpu_offload else 1
-    root = totals(held.outside, layout)
-    layers = [(totals(layer.weights, layout), count) for layer, count in held.kinds]
-    weights = shape.buffers + resident * (root.held + sum(count * of.held for of, count in layers))
-    states = round(resident * (root.states + sum(count * of.states for of, count in layers)))
-    inside, outside = resident * sum(count * of.gradients for of, count in layers), resident * root.gradients
+    own = _own(held, plan.layout)
+    weights, states = shape.buffers + resident * own.held, resident * own.states
+    inside, outside = resident * own.inside, resident * own.outside
     there = inside + outside if plan.microbatches > 1 else 0  # of an earlier microbatch
     full, kept = _full(plan, held), _kept(shape, plan, held)
     again = full if plan.checkpointing != "off" else 0
@@ -83,31 +86,58 @@ def _moments(shape: ModelShape, plan: Plan, held: Held) -> Iterator[Memory]:
     flying = plan.in_flight[held.rank] * all_kept
     last = flying - all_kept + max(kept.values(), default=0) + 2 * stream
     head = _logits(shape, plan) if held.last else 0
-    table = totals(shape.before, layout).whole_gradients if held.first else 0
-    fsdp = _gathered(plan, root, layers)
+    table = totals(shape.before, plan.layout).whole_gradients if held.first else 0
+    fsdp = _gathered(held, plan.layout, plan.reshard)
 
-    loss = Memory(weights, fsdp.root + fsdp.ahead, there, states, flying, head)
-    yield loss
+    yield weights, fsdp.root + fsdp.ahead, there, states, flying, head
     if not fsdp.is_sharded:
         # what the head's weight gets is there before any layer's
-        yield replace(loss, gradients=max(there, outside), activations=flying + again, logits=2 * stream)
+        yield weights, 0, max(there, outside), states, flying + again, 2 * stream
         # the first layer: the other layers' activations are gone, the embedding's gradient is made beside its sum
-        yield replace(loss, gradients=inside + outside, activations=last + again, logits=2 * stream + table)
+        yield weights, 0, inside + outside, states, last + again, 2 * stream + table
     else:
         there_too = fsdp.root + fsdp.root_gradient
-        yield replace(loss, transient=there_too + fsdp.back, activations=flying + again, logits=2 * stream)
-        yield replace(
-            loss,
-            transient=there_too + max(fsdp.back, table),
-            gradients=max(inside, there),
-            activations=last + again,
-            logits=2 * stream,
-        )
+        yield weights, there_too + fsdp.back, there, states, flying + again, 2 * stream
+        yield weights, there_too + max(fsdp.back, table), max(inside, there), states, last + again, 2 * stream
         summed = there_too + fsdp.root_sum
-        yield Memory(weights, summed, max(inside, there), states, last - max(kept.values(), default=0), 0)
-    trained = root.trained + sum(count * of.trained for of, count in layers)
-    work = (20 if shape.itemsize == 2 else 12) * min(trained, _PIECE[shape.cpu])
-    yield Memory(weights, resident * work, inside + outside, states, 0, 0)
+        yield weights, summed, max(inside, there), states, last - max(kept.values(), default=0), 0
+    work = (20 if shape.itemsize == 2 else 12) * min(own.trained, _PIECE[shape.cpu])
+    yield weights, resident * work, inside + outside, states, 0, 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """Of one rank's shards.
+
+    Attributes:
+        held: bytes of them.
+        states: of their optimizer states.
+        inside, outside: of the gradients of layers, and of the rest.
+        trained: elements that train.
+    """
+
+    held: int
+    states: int
+    inside: int
+    outside: int
+    trained: int
+
+
+@lru_cache(maxsize=1 << 14)
+def _own(held: Held, layout: Layout) -> _Own:
+    root, layers = _totals(held, layout)
+    return _Own(
+        held=root.held + sum(count * of.held for of, count in layers),
+        states=round(root.states + sum(count * of.states for of, count in layers)),
+        inside=sum(count * of.gradients for of, count in layers),
+        outside=root.gradients,
+        trained=root.trained + sum(count * of.trained for of, count in layers),
+    )
+
+
+def _totals(held: Held, layout: Layout) -> tuple[Totals, list[tuple[Totals, int]]]:
+    """Of what is outside of the layers, and of each kind of layer."""
+    return totals(held.outside, layout), [(totals(layer.weights, layout), count) for layer, count in held.kinds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +161,14 @@ class _Gathered:
     back: int = 0
 
 
-def _gathered(plan: Plan, root: Totals, layers: list[tuple[Totals, int]]) -> _Gathered:
-    if plan.layout.fsdp == plan.layout.dp_replicate == 1:
+@lru_cache(maxsize=1 << 14)
+def _gathered(held: Held, layout: Layout, reshard: bool) -> _Gathered:
+    if layout.fsdp == layout.dp_replicate == 1:
         return _Gathered()
+    root, layers = _totals(held, layout)
     everything = sum(count * of.whole for of, count in layers)
-    ahead = 2 * max((of.whole for of, _ in layers), default=0) if plan.reshard else everything
-    if plan.layout.pp > 1:  # gradients are summed over ranks once, after the last microbatch
+    ahead = 2 * max((of.whole for of, _ in layers), default=0) if reshard else everything
+    if layout.pp > 1:  # gradients are summed over ranks once, after the last microbatch
         waiting = sum(count * of.sums for of, count in layers)
         largest = max((of.sums for of, _ in layers), default=0)
         return _Gathered(True, root.whole, root.sums, root.sums, ahead, ahead + waiting + largest)

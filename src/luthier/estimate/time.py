@@ -8,7 +8,7 @@ what tp, cp and ep send is waited for.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from luthier.estimate.cluster import Cluster
 from luthier.estimate.flops import useful, work
@@ -49,7 +49,8 @@ class Time:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        messages = self.weights + self.tensor + self.context + self.experts + self.pipeline
+        return self.products + self.other + messages + self.bubble + self.optimizer
 
     def to_dict(self) -> dict[str, float]:
         return asdict(self) | {"total": self.total}

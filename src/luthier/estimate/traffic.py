@@ -51,18 +51,25 @@ def group(layout: Layout, axis: Axis) -> tuple[int, int]:
     >>> group(Layout(dp_shard=4, tp=2), "tp"), group(Layout(dp_shard=4, tp=2), "fsdp")
     ((2, 1), (4, 2))
     """
-    stage = layout.ranks // layout.pp
-    return {
-        "tp": (layout.tp, 1),
-        "cp": (layout.cp, layout.tp),
-        "fsdp": (layout.fsdp, layout.tp),
-        "dp_replicate": (layout.dp_replicate, layout.fsdp * layout.tp),
-        "pp": (layout.pp, stage),
-        "ep": (layout.ep, 1),
-        "efsdp": (layout.efsdp, layout.ep),
-        "data": (layout.data_ranks, layout.cp * layout.tp),
-        "world": (layout.ranks, 1),
-    }[axis]
+    match axis:
+        case "tp":
+            return layout.tp, 1
+        case "cp":
+            return layout.cp, layout.tp
+        case "fsdp":
+            return layout.fsdp, layout.tp
+        case "dp_replicate":
+            return layout.dp_replicate, layout.fsdp * layout.tp
+        case "pp":
+            return layout.pp, layout.ranks // layout.pp
+        case "ep":
+            return layout.ep, 1
+        case "efsdp":
+            return layout.efsdp, layout.ep
+        case "data":
+            return layout.data_ranks, layout.cp * layout.tp
+        case "world":
+            return layout.ranks, 1
 
 
 def traffic(shape: ModelShape, plan: Plan, rank: int = 0) -> list[Flow]:

@@ -6,7 +6,7 @@ import ctypes
 import os
 import platform
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 """Parameters of mallopt(3)."""
 
 
@@ -19,12 +19,21 @@ def bound_kernel_cache() -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
-def tune_allocator() -> bool:
-    """Make glibc keep freed memory instead of returning it to the system.
+def tune_allocator(*, keep: bool) -> bool:
+    """Say what glibc does with the memory of large tensors that are freed.
 
-    Every large tensor is otherwise mapped afresh, and the kernel clears its pages one fault at a time: up to a quarter
-    of the time of a training step on the CPU. Call it once, after the weights are loaded (what loading frees is given
-    back before); it holds for the whole process. The process keeps its peak of memory until its end.
+    Kept, it is there when the next one is asked for. Every large tensor is otherwise mapped afresh, and the kernel
+    clears its pages one fault at a time: up to a quarter of the time of a training step on the CPU. The process keeps
+    its peak of memory until its end.
+
+    Given back, a rank takes no more than it holds. Layers that are gathered and let go leave gaps into which glibc does
+    not fit the next ones (it asks for a little more than an aligned tensor takes): ranks that share a model out would
+    each grow as large as a process that has it whole.
+
+    Call it once, after the weights are loaded (what loading frees is given back before); it holds for good.
+
+    Args:
+        keep: which of the two.
 
     Returns:
         whether it was done: only on Linux with glibc.
@@ -32,4 +41,6 @@ def tune_allocator() -> bool:
     if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
-    return bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, -1))
+    if keep:
+        return bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, -1))
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, 1 << 18))  # fixed: it would rise to 32 MiB by itself

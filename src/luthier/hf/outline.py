@@ -103,10 +103,13 @@ def outline(
 @contextmanager
 def _prepared(model: PreTrainedModel, anatomy: Anatomy, layers: Iterable[str], cpu: bool) -> Iterator[PreTrainedModel]:
     """A copy that shares nothing, with stand-ins in place."""
-    own = copy.deepcopy(model).train()
-    keep = set(layers)
+    keep = {*layers, anatomy.layers[0]}
+    # of a hundred layers most are like another: they need no copy, for nothing runs them
+    idle = {id(model.get_submodule(name)): nn.Identity() for name in anatomy.layers if name not in keep}
+    own = copy.deepcopy(model, idle).train()
     for name in anatomy.experts:
-        own.get_submodule(name).__dict__["forward"] = _routed
+        if name.startswith(tuple(f"{layer}." for layer in keep)):
+            own.get_submodule(name).__dict__["forward"] = _routed
     if cpu:
         accelerate_model(own)
         inside = tuple(f"{name}." for name in (*anatomy.layers, anatomy.embedding))
