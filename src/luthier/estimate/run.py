@@ -264,7 +264,7 @@ def _about(config: RunConfig, prepared: Prepared, plan: Plan) -> dict[str, Any]:
 def _traffic(shape: ModelShape, plan: Plan, machine: Cluster | None) -> dict[str, Any]:
     """What the busiest rank sends in a step."""
     flows = busiest(shape, plan)
-    told = [asdict(flow) for flow in flows]
+    told = [flow._asdict() for flow in flows]
     links = None
     if machine is not None:
         shares = [on_links(plan.layout, flow, machine.gpus_per_node) for flow in flows]

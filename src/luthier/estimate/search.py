@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from luthier.errors import ConfigError
 from luthier.estimate.cluster import Cluster
 from luthier.estimate.memory import Memory, memory
 from luthier.estimate.plan import Checkpointing, Plan
 from luthier.estimate.shape import ModelShape
-from luthier.estimate.time import Time, mfu, step_time
+from luthier.estimate.time import Time, least_time, mfu, step_time
 from luthier.parallel.mesh import Layout
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("off", "selective", "full")
@@ -72,25 +73,35 @@ def search(
     """
     cluster = cluster.for_ranks(ranks)
     limit = cluster.memory * cluster.memory_share
+    plans = [
+        # between the passes of one microbatch a pipeline runs others: layers would be gathered over and over
+        Plan(layout, length, rows, microbatches, reshard=layout.pp == 1, schedule=schedule)
+        for layout in layouts(shape, ranks, cluster.gpus_per_node, refusal)
+        for rows, microbatches in _batches(layout, length, step_tokens)
+    ]
+    least = {plan: least_time(shape, plan, cluster) / plan.step_tokens for plan in plans}
     best: dict[Layout, Found] = {}
     smallest: tuple[float, Plan] | None = None
-    for layout in layouts(shape, ranks, cluster.gpus_per_node, refusal):
-        for rows, microbatches in _batches(layout, length, step_tokens):
-            for checkpointing in CHECKPOINTING:
-                # between the passes of one microbatch a pipeline runs others: layers would be gathered over and over
-                reshard = layout.pp == 1
-                plan = Plan(layout, length, rows, microbatches, checkpointing, reshard=reshard, schedule=schedule)
-                needed = memory(shape, plan)
-                if smallest is None or needed.total < smallest[0]:
-                    smallest = (needed.total, plan)
-                if needed.total <= limit:
-                    break
-            else:
+    slowest = 0.0
+    for fastest in sorted(plans, key=least.__getitem__):  # what recomputes nothing is the fastest of its kind
+        if 1 / least[fastest] < slowest:
+            break
+        at_best = step_time(shape, fastest, cluster)
+        if fastest.step_tokens / at_best.total < slowest:
+            continue
+        for checkpointing in CHECKPOINTING:
+            plan = replace(fastest, checkpointing=checkpointing)
+            needed = memory(shape, plan)
+            if smallest is None or needed.total < smallest[0]:
+                smallest = (needed.total, plan)
+            if needed.total > limit:
                 continue
-            time = step_time(shape, plan, cluster)  # what recomputes less is faster
+            time = at_best if plan == fastest else step_time(shape, plan, cluster)
             found = Found(plan, needed, time, mfu(shape, plan, cluster, time.total))
-            if layout not in best or found.tokens_per_second > best[layout].tokens_per_second:
-                best[layout] = found
+            if plan.layout not in best or found.tokens_per_second > best[plan.layout].tokens_per_second:
+                best[plan.layout] = found
+                slowest = _slowest(best, keep)
+            break
     if not best:
         if smallest is None:
             raise ConfigError(
@@ -125,6 +136,12 @@ def layouts(shape: ModelShape, ranks: int, gpus_per_node: int, refusal: Refusal)
             for ep in allowed.get("ep", [1]):
                 if ep == 1 or (ep % tp == 0 and (shards * cp * tp) % ep == 0):
                     yield Layout(replicas, shards, cp, tp, pp, ep)
+
+
+def _slowest(best: dict[Layout, Found], keep: int) -> float:
+    """Tokens a second of the slowest that would be kept; 0 where there is room for more."""
+    rates = heapq.nlargest(keep, (found.tokens_per_second for found in best.values()))
+    return rates[-1] if len(rates) == keep else 0.0
 
 
 def _batches(layout: Layout, length: int, step_tokens: int) -> Iterator[tuple[int, int]]:

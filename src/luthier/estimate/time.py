@@ -7,17 +7,18 @@ what tp, cp and ep send is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass
 
 from luthier.estimate.cluster import Cluster
 from luthier.estimate.flops import useful, work
 from luthier.estimate.plan import AGAIN, Held, Plan, different, held_by
 from luthier.estimate.shape import ModelShape, Totals, totals
-from luthier.estimate.traffic import Flow, on_links, traffic
+from luthier.estimate.traffic import Axis, Flow, Phase, on_links, traffic
 from luthier.parallel.mesh import Layout
 
-_HIDDEN = ("fsdp", "efsdp", "dp_replicate")
+_HIDDEN: tuple[Axis, ...] = ("fsdp", "efsdp", "dp_replicate")
 """Axes whose messages travel while layers compute."""
 
 
@@ -73,39 +74,54 @@ def step_time(shape: ModelShape, plan: Plan, cluster: Cluster) -> Time:
     return max((_of(shape, plan, cluster, one) for one in different(held)), key=lambda time: time.total)
 
 
+def least_time(shape: ModelShape, plan: Plan, cluster: Cluster) -> float:
+    """Seconds that `step_time` will not be below: as if messages and the update took none. Arguments as of it."""
+    held = held_by(shape, plan.layout.pp, plan.schedule, plan.stages_per_rank)
+    slowest = max(sum(_computing(shape, plan, cluster, one)) for one in different(held))
+    return (plan.microbatches + idle(plan)) * slowest
+
+
 def _of(shape: ModelShape, plan: Plan, cluster: Cluster, held: Held) -> Time:
-    flows = traffic(shape, plan, held.rank)
-    times = plan.microbatches
-    rate = cluster.peak(shape.itemsize) * cluster.flops_share
-    memory = cluster.memory_bandwidth * cluster.bandwidth_share
-    layout = plan.layout
-    operations = work(shape, plan, held)
-    forward, backward = operations.forward / rate, (operations.backward + operations.recomputed) / rate
-    again = AGAIN[plan.checkpointing]
-    moved = held.sum(lambda layer: layer.moved.on(layout, plan.rows, plan.length, plan.sequence_parallel)) / memory
-    if held.last:  # scores are written, made exponentials, summed and read again
-        scores = plan.local_tokens * -(-shape.vocabulary // layout.tp) * shape.itemsize
-        moved += 4 * scores / memory
-    starts = held.sum(lambda layer: layer.operations) * cluster.launch_seconds
-    slow_forward = max(moved, starts - forward)
-    slow_backward = max((2 + again) * moved, (2 + again) * starts - backward)
+    layout, times = plan.layout, plan.microbatches
+    seconds = _seconds(traffic(shape, plan, held.rank), cluster, layout)
+
+    def sending(axes: Container[Axis], phases: Container[Phase] = ("forward", "backward", "step")) -> float:
+        return sum(value for (axis, phase), value in seconds.items() if axis in axes and phase in phases)
+
+    forward, backward, slow_forward, slow_backward = _computing(shape, plan, cluster, held)
     products = times * (forward + backward)
     other = times * (slow_forward + slow_backward)
-    one_forward, one_backward = forward + slow_forward, backward + slow_backward
     layers = max(1.0, held.sum(lambda layer: 1))
     weights = times * (
-        _exposed(_seconds(flows, cluster, layout, _HIDDEN, "forward") / times, one_forward, layers)
-        + _exposed(_seconds(flows, cluster, layout, _HIDDEN, "backward") / times, one_backward, layers)
+        _exposed(sending(_HIDDEN, ("forward",)) / times, forward + slow_forward, layers)
+        + _exposed(sending(_HIDDEN, ("backward",)) / times, backward + slow_backward, layers)
     )
-    tensor, context, experts = (_seconds(flows, cluster, layout, (axis,)) for axis in ("tp", "cp", "ep"))
-    passing = _seconds(flows, cluster, layout, ("pp",))
+    tensor, context, experts = sending(("tp",)), sending(("cp",)), sending(("ep",))
+    passing = sending(("pp",))
     microbatch = (products + other + weights + tensor + context + experts) / times
     bubble = idle(plan) * microbatch
     sends = passing / times * (layout.pp - 1) if layout.pp > 1 else 0.0
     trained = _update(totals(held.outside, layout))
     trained += held.sum(lambda layer: _update(totals(layer.weights, layout)))
-    numbers = _seconds(flows, cluster, layout, ("data", "world"))
-    return Time(products, other, weights, tensor, context, experts, sends, bubble, trained / memory + numbers)
+    optimizer = trained / (cluster.memory_bandwidth * cluster.bandwidth_share) + sending(("data", "world"))
+    return Time(products, other, weights, tensor, context, experts, sends, bubble, optimizer)
+
+
+def _computing(shape: ModelShape, plan: Plan, cluster: Cluster, held: Held) -> tuple[float, float, float, float]:
+    """Seconds of a microbatch on one rank: products forward and backward, and what else takes time in each."""
+    rate = cluster.peak(shape.itemsize) * cluster.flops_share
+    memory = cluster.memory_bandwidth * cluster.bandwidth_share
+    operations = work(shape, plan, held)
+    forward, backward = operations.forward / rate, (operations.backward + operations.recomputed) / rate
+    again = AGAIN[plan.checkpointing]
+    moved = held.sum(lambda layer: layer.moved.on(plan.layout, plan.rows, plan.length, plan.sequence_parallel)) / memory
+    if held.last:  # scores are written, made exponentials, summed and read again
+        scores = plan.local_tokens * -(-shape.vocabulary // plan.layout.tp) * shape.itemsize
+        moved += 4 * scores / memory
+    starts = held.sum(lambda layer: layer.operations) * cluster.launch_seconds
+    slow_forward = max(moved, starts - forward)
+    slow_backward = max((2 + again) * moved, (2 + again) * starts - backward)
+    return forward, backward, slow_forward, slow_backward
 
 
 def idle(plan: Plan) -> float:
@@ -136,14 +152,11 @@ def _exposed(sending: float, computing: float, layers: float) -> float:
     return max(sending / (layers + 1), sending - computing)
 
 
-def _seconds(
-    flows: Iterable[Flow], cluster: Cluster, layout: Layout, axes: tuple[str, ...], phase: str | None = None
-) -> float:
-    """Time that messages take one after another."""
-    total = 0.0
+def _seconds(flows: Iterable[Flow], cluster: Cluster, layout: Layout) -> dict[tuple[Axis, Phase], float]:
+    """Time that messages take one after another, of each axis in each phase."""
+    found: dict[tuple[Axis, Phase], float] = defaultdict(float)
     for flow in flows:
-        if flow.axis in axes and phase in (None, flow.phase):
-            near, far = on_links(layout, flow, cluster.gpus_per_node)
-            bandwidth = max(near / cluster.node_bandwidth, far / cluster.network_bandwidth) / cluster.bandwidth_share
-            total += flow.calls * cluster.message_seconds + bandwidth
-    return total
+        near, far = on_links(layout, flow, cluster.gpus_per_node)
+        bandwidth = max(near / cluster.node_bandwidth, far / cluster.network_bandwidth) / cluster.bandwidth_share
+        found[flow.axis, flow.phase] += flow.calls * cluster.message_seconds + bandwidth
+    return found

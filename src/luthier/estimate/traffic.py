@@ -7,9 +7,8 @@ S (n - 1) / n, of an all-reduce twice as much, of an all-to-all what is meant fo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from luthier.estimate.plan import AGAIN, Held, Plan, held_by
 from luthier.estimate.shape import LayerShape, ModelShape, totals
@@ -24,8 +23,7 @@ _KEPT_BYTES = 256 << 20
 """Scores of a chunk of positions, where the vocabulary is dealt out (losses/vocabulary_parallel.py)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flow:
+class Flow(NamedTuple):
     """One kind of message of a step.
 
     Attributes:

@@ -84,6 +84,7 @@ def describe(model: PreTrainedModel) -> Anatomy:
     layers = _layers(decoder)
     found: dict[str, list[str]] = {role: [] for role in ("attn", "mlp", "router", "other", "experts")}
     for layer in layers:
+        experts: list[str] = []
         for inner, module in layer.named_modules():
             name = names[id(module)]
             if isinstance(module, LinearLike):
@@ -91,10 +92,11 @@ def describe(model: PreTrainedModel) -> Anatomy:
                 if isinstance(parent, LinearLike):
                     continue  # an adapter's own matrices
                 found[_role(inner, parent)].append(name)
-            elif any(name.startswith(f"{outer}.") for outer in found["experts"]):
+            elif any(name.startswith(f"{outer}.") for outer in experts):
                 continue  # adapters of experts
             elif any(p.dim() == 3 for p in module.parameters(recurse=False)) and not isinstance(module, nn.Conv1d):
-                found["experts"].append(name)
+                experts.append(name)
+        found["experts"] += experts
     head_name = names.get(id(head)) if head is not None else None
     return Anatomy(
         backbone=backbone_name(model),
