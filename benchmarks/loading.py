@@ -92,14 +92,11 @@ def measure(who: str, model: str, dtype: str) -> None:
     """Load a debug model of the type, then the model; print what the second one added at its peak."""
     import time
 
-    from luthier.hf.allocator import tune_allocator
     from luthier.hf.load import DTYPES as TORCH
     from luthier.hf.load import load_model
     from luthier.hf.source import resolve
 
     source = resolve(model)
-    if who == "luthier":
-        tune_allocator()  # as every recipe does first
     load_model(resolve("debug:llama"), dtype=TORCH[dtype])
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
