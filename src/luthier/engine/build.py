@@ -12,26 +12,26 @@ import copy
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict, Unpack
 
 import torch
 
-from luthier.adapters import LoraReport, apply_lora, finish_lora, is_adapter_weight
+from luthier.adapters import LoraReport, apply_lora, finish_lora, is_adapter_weight, part_on_meta
 from luthier.config import LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig
 from luthier.engine.balance import Balance
 from luthier.engine.logprobs import Head
 from luthier.engine.network import Network
 from luthier.engine.state import TrainState
-from luthier.errors import ConfigError
+from luthier.errors import ConfigError, ModelError
 from luthier.hf.allocator import bound_kernel_cache, tune_allocator
 from luthier.hf.anatomy import Anatomy, describe
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import let_mask_itself, masks_itself, packing_is_exact
 from luthier.hf.head import HeadInfo, linear_head
-from luthier.hf.joined import joined_dims
+from luthier.hf.joined import joined_dims, stacked_dims
 from luthier.hf.limits import Limits, limits_of
 from luthier.hf.load import DTYPES, load_model, tie_on_meta
-from luthier.hf.shrink import shrink
+from luthier.hf.small import kind_of, make_small
 from luthier.hf.source import ModelSource
 from luthier.optim.build import build_optimizer
 from luthier.parallel import context, expert, rules, tensor
@@ -88,53 +88,57 @@ def choose_precision(asked: Precision | None, device: torch.device) -> Precision
     return "fp32"
 
 
-def build_network(
-    source: ModelSource,
-    *,
-    adapter: LoraConfig | None,
-    precision: Precision | None,
-    device: torch.device,
-    attention: str | None = None,
-    from_scratch: bool = False,
-    trust_remote_code: bool = False,
-    seed: int = 0,
-    activation_checkpointing: Policy = "off",
-    compile_layers: bool = False,
-    mesh: Mesh | None = None,
-    parallel: ParallelConfig | None = None,
-    moe: MoeConfig | None = None,
-) -> Network:
+class How(TypedDict, total=False):
+    """How a model is made ready: keywords of `build_network` and `build_state`. All but `adapter` may be left out."""
+
+    adapter: Required[LoraConfig | None]
+    """LoRA beside frozen weights; None trains everything."""
+    precision: Precision | None
+    """Dtype of weights and arithmetic; what the device is fast at when left out."""
+    device: torch.device | None
+    """Where the model goes; the fastest there is when left out."""
+    attention: str | None
+    """Attention implementation; chosen for the architecture when left out."""
+    from_scratch: bool
+    """The model's own random initialisation instead of the weights."""
+    trust_remote_code: bool
+    """Run code that the model's repository brings."""
+    seed: int
+    """Of the random initialisation and of the adapters; 0 when left out."""
+    activation_checkpointing: Policy
+    """What the backward pass computes again; nothing when left out."""
+    compile_layers: bool
+    """torch.compile, layer by layer."""
+    mesh: Mesh | None
+    """Of a run on several ranks, all of which make the call; one process when left out."""
+    parallel: ParallelConfig
+    """How the mesh is used; its degrees are the mesh's."""
+
+
+def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: Unpack[How]) -> Network:
     """A model with its weights and, where asked for, adapters in place; only what trains requires gradients.
 
     Args:
         source: where the weights are.
-        adapter: LoRA beside frozen weights; None trains everything.
-        precision: dtype of weights and arithmetic; what the device is fast at when left out.
-        device: where the model goes.
-        attention: attention implementation; chosen for the device when left out.
-        from_scratch: the model's own random initialisation instead of the weights.
-        trust_remote_code: run code that the model's repository brings.
-        seed: of the random initialisation, of the adapters and of the model.
-        activation_checkpointing: what the backward pass computes again.
-        compile_layers: torch.compile, layer by layer.
-        mesh: of a run on several ranks, all of which call this.
-        parallel: how the mesh is used; its degrees are the mesh's.
-        moe: how experts are kept busy while the model trains.
+        moe: how experts are kept busy while the model trains; None where it does not train.
+        how: see `How`.
 
     Raises:
         ConfigError: the model cannot be laid out so.
+        ModelError: the model, or an adapter's files, cannot be read or used.
     """
     bound_kernel_cache()
-    plan = _Plan(adapter, seed, activation_checkpointing, compile_layers, mesh, parallel or ParallelConfig(), moe)
+    plan = _Plan(how, moe)
+    adapter, device, mesh, seed = how["adapter"], plan.device, plan.mesh, plan.seed
     model = load_model(
         source,
-        dtype=DTYPES[choose_precision(precision, device)],
+        dtype=DTYPES[choose_precision(how.get("precision"), device)],
         device=device,
-        attention=attention,
+        attention=how.get("attention"),
         prepare=plan.lay_out,
-        from_scratch=from_scratch,
+        from_scratch=how.get("from_scratch", False),
         seed=seed,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=how.get("trust_remote_code", False),
     )
     pipeline = None
     if plan.stages is not None and mesh is not None and mesh.pp is not None:
@@ -152,9 +156,9 @@ def build_network(
             for line in accelerate_model(model):
                 logger.debug("%s", line)
         _, packing_fault = packing_is_exact(model)
-        _recompute_and_compile(model, plan.anatomy.layers, activation_checkpointing, compile_layers)
+        plan.recompute_and_compile(model, plan.anatomy.layers)
     else:
-        packing_fault = _packing_fault(model, source, attention, trust_remote_code)
+        packing_fault = _packing_fault(model, plan.outline)
     rate = moe.bias_update_rate if moe is not None else None
     padded = device.type == "cpu" and plan.dtype != torch.float64 and not packing_fault
     return Network(
@@ -174,16 +178,13 @@ def build_network(
     )
 
 
-def _packing_fault(model: Any, source: ModelSource, attention: str | None, trust_remote_code: bool) -> str:
+def _packing_fault(model: Any, outline: Any) -> str:
     """Why packing is not exact in this architecture, tried on a small model of its kind: of the model itself each rank
     has a part alone."""
-    small = load_model(
-        source,
-        config=shrink(model.config),
-        attention=attention,
-        from_scratch=True,
-        trust_remote_code=trust_remote_code,
-    )
+    try:
+        small = make_small(kind_of(outline))
+    except ModelError as error:
+        return error.what
     _, fault = packing_is_exact(small)
     if masks_itself(small):
         let_mask_itself(model)
@@ -206,42 +207,42 @@ class _Plan:
     stages: Cut | None = None
     auxiliary: float = 0.0
 
-    def __init__(
-        self,
-        adapter: LoraConfig | None,
-        seed: int,
-        activation_checkpointing: Policy,
-        compile_layers: bool,
-        mesh: Mesh | None,
-        parallel: ParallelConfig,
-        moe: MoeConfig | None,
-    ) -> None:
-        self._adapter, self._seed, self._mesh, self._parallel, self._moe = adapter, seed, mesh, parallel, moe
-        self._checkpointing, self._compile = activation_checkpointing, compile_layers
+    def __init__(self, how: How, moe: MoeConfig | None) -> None:
+        self._how, self._moe = how, moe
+        self.device = how.get("device") or choose_device(None)
+        self.mesh, self.seed = how.get("mesh"), how.get("seed", 0)
 
     def lay_out(self, model: Any) -> None:
-        if self._adapter is not None:
-            self.lora = apply_lora(model, self._adapter, self._seed)
+        adapter = self._how["adapter"]
+        if adapter is not None:
+            self.lora = apply_lora(model, adapter, self.seed)
         self.dtype = model.dtype  # of its first weight, which on another stage may be one that is kept in fp32
         self.anatomy, self.limits, self.head = describe(model), limits_of(model), linear_head(model)
         tied = set(model.all_tied_weights_keys)
         self.parameters = sum(p.numel() for name, p in model.named_parameters() if name not in tied)
         if self._moe is not None:
-            self.auxiliary = Balance.coefficient_of(model, self._moe, adapted=self._adapter is not None)
-        if self._mesh is not None:
+            self.auxiliary = Balance.coefficient_of(model, self._moe, adapted=adapter is not None)
+        if self.mesh is not None:
             self.outline = copy.deepcopy(model)
-            if self._mesh.device.type == "cpu":
+            if self.device.type == "cpu":
                 accelerate_model(model)
-            self._cut(model, self._mesh)
+            self._cut(model, self.mesh)
+
+    def recompute_and_compile(self, model: Any, layers: Iterable[str]) -> None:
+        checkpoint_activations(model, self._how.get("activation_checkpointing", "off"))
+        if self._how.get("compile_layers", False):
+            for name in layers:
+                model.get_submodule(name).compile()
 
     def _cut(self, model: Any, mesh: Mesh) -> None:
-        schedule = self._parallel.pipeline_schedule
-        each = stages_of(schedule, self._parallel.stages_per_rank)
+        parallel = self._how.get("parallel") or ParallelConfig()
+        schedule, compiled = parallel.pipeline_schedule, self._how.get("compile_layers", False)
+        each = stages_of(schedule, parallel.stages_per_rank)
         rules.check(model, mesh.layout, each)
         layers = self.anatomy.layers
         roots: list[tuple[Any, Sequence[Any]]] = [(model, [model.get_submodule(name) for name in layers])]
         if mesh.pp is not None:
-            self.stages = cut(model, mesh.pp, schedule=schedule, stages_per_rank=each, compiled=self._compile)
+            self.stages = cut(model, mesh.pp, schedule=schedule, stages_per_rank=each, compiled=compiled)
             layers = self.stages.layers
             roots = [(stage, stage.layers) for stage in self.stages.stages]
         if mesh.tp is not None:
@@ -249,7 +250,7 @@ class _Plan:
                 model,
                 mesh.tp,
                 leave_alone=[group.name for group in expert.dealt_whole(model, mesh)],
-                sequence_parallel=self._parallel.sequence_parallel,
+                sequence_parallel=parallel.sequence_parallel,
                 runs=None
                 if self.stages is None
                 else [s.roles.layers[s.part.start : s.part.stop] for s in self.stages.stages],
@@ -257,7 +258,8 @@ class _Plan:
         dealt = set(expert.shard(model, mesh))
         if mesh.cp is not None:
             context.prepare(model, mesh.cp)
-        _recompute_and_compile(model, layers, self._checkpointing, self._compile)
+        self.recompute_and_compile(model, layers)
+        part_on_meta(model)
         tie_on_meta(model)
         if mesh.fsdp is None:
             return
@@ -266,58 +268,35 @@ class _Plan:
                 root,
                 own,
                 mesh.fsdp,
-                reshard=self._parallel.reshard == "always" or (self._parallel.reshard == "auto" and mesh.stages == 1),
-                cpu_offload=self._parallel.cpu_offload,
+                reshard=parallel.reshard == "always" or (parallel.reshard == "auto" and mesh.stages == 1),
+                cpu_offload=parallel.cpu_offload,
                 experts=[module for module in root.modules() if module in dealt],
                 expert_mesh=mesh.efsdp,
                 joined=joined_dims(model),
+                stacked=stacked_dims(model),
             )
 
 
-def _recompute_and_compile(model: Any, layers: Iterable[str], policy: Policy, compile_layers: bool) -> None:
-    checkpoint_activations(model, policy)
-    if compile_layers:
-        for name in layers:
-            model.get_submodule(name).compile()
-
-
 def build_state(
-    source: ModelSource,
-    *,
-    adapter: LoraConfig | None,
-    optimizer: OptimizerConfig,
-    precision: Precision | None = None,
-    device: torch.device | None = None,
-    attention: str | None = None,
-    from_scratch: bool = False,
-    trust_remote_code: bool = False,
-    seed: int = 0,
-    activation_checkpointing: Policy = "off",
-    compile_layers: bool = False,
-    mesh: Mesh | None = None,
-    parallel: ParallelConfig | None = None,
-    moe: MoeConfig | None = None,
+    source: ModelSource, *, optimizer: OptimizerConfig, moe: MoeConfig | None = None, **how: Unpack[How]
 ) -> TrainState:
-    """A model and its optimizer, ready for the first step. Arguments as of `build_network` and of the YAML."""
-    network = build_network(
-        source,
-        adapter=adapter,
-        precision=precision,
-        device=device or choose_device(None),
-        attention=attention,
-        from_scratch=from_scratch,
-        trust_remote_code=trust_remote_code,
-        seed=seed,
-        activation_checkpointing=activation_checkpointing,
-        compile_layers=compile_layers,
-        mesh=mesh,
-        parallel=parallel,
-        moe=moe or MoeConfig(),
-    )
+    """A model and its optimizer, ready for the first step.
+
+    Args:
+        source: where the weights are.
+        optimizer: as of the YAML.
+        moe: how experts are kept busy; as the model's config says when left out.
+        how: see `How`.
+
+    Raises:
+        as `build_network`.
+    """
+    network = build_network(source, moe=moe or MoeConfig(), **how)
     model = network.model
     model.train()
     if network.device.type == "cpu":
         # after loading, so that what loading freed has gone back to the system
+        mesh = network.mesh
         tune_allocator(keep=mesh is None or mesh.layout.fsdp * mesh.layout.efsdp == 1)
     inside = tuple(f"{layer}." for layer in describe(model).layers)
     made = build_optimizer(
@@ -325,7 +304,7 @@ def build_state(
         optimizer,
         adapters=is_adapter_weight,
         hidden_matrices=lambda name: name.startswith(inside),
-        seed=seed,
+        seed=how.get("seed", 0),
     )
     known = {field.name: getattr(network, field.name) for field in fields(network)}
     return TrainState(optimizer=made, **known)

@@ -38,6 +38,7 @@ def shard(
     experts: Iterable[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
     joined: Mapping[nn.Parameter, Collection[int]] | None = None,
+    stacked: Mapping[nn.Parameter, Collection[int]] | None = None,
 ) -> None:
     """Shard a model, on meta or not, in place.
 
@@ -50,6 +51,8 @@ def shard(
         experts: modules inside the layers whose weights are dealt to other ranks.
         expert_mesh: what those weights are sharded over; None where each lies whole on one rank.
         joined: weights that must not be cut along some dimensions; they are cut along another, or stay whole.
+        stacked: weights of which every rank must hold something along some dimensions; where there is too little for
+            all, as joined.
     """
     offload: OffloadPolicy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     # Sums over ranks in fp32 whatever the weights are; float64 stays float64.
@@ -61,9 +64,13 @@ def shard(
     }
     dealt = list(experts)
     shards = mesh.size(mesh.ndim - 1)
+    kept = {parameter: set(dims) for parameter, dims in (joined or {}).items()}
+    for parameter, slices in (stacked or {}).items():
+        if 0 in slices and leaves_some_without(parameter, shards):
+            kept.setdefault(parameter, set()).add(0)
     elsewhere = {
         parameter: next((d for d, size in enumerate(parameter.shape) if d not in dims and size % shards == 0), None)
-        for parameter, dims in (joined or {}).items()
+        for parameter, dims in kept.items()
         if 0 in dims
     }
     whole = {parameter for parameter, dim in elsewhere.items() if dim is None}
@@ -86,6 +93,12 @@ def shard(
                 _keep_sums(group)
     model.__dict__["_within"] = MethodType(_within, model)
     register_fsdp_forward_method(model, "_within")
+
+
+def leaves_some_without(parameter: torch.Tensor, shards: int) -> bool:
+    """Whether a weight that is cut along its first dimension leaves a rank with nothing: five slices are 2, 2, 1, 0."""
+    slices = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape[0]
+    return -(-slices // shards) * (shards - 1) >= slices
 
 
 def _of_other_dtypes(model: nn.Module, dtype: torch.dtype, dealt: Iterable[nn.Module]) -> set[nn.Parameter]:
