@@ -42,22 +42,31 @@ LAYOUTS: list[dict[str, int]] = [{"cp": 2}, {"cp": 4}, {"dp_shard": 2, "cp": 2},
 CASES = [(kind, layout) for kind in KINDS for layout in LAYOUTS if kind != "llama" or "tp" not in layout]  # nine heads
 
 
-@pytest.mark.parametrize(("kind", "layout"), CASES)
-def test_a_step_on_shared_rows(world: Any, models: dict[str, Path], kind: str, layout: dict[str, int]) -> None:
-    expected = reference(models[kind])
-    results = world(math.prod(layout.values())).run(measure, models[kind], layout, documents())
+def check(results: list[dict[str, Any]], expected: Reference, bound: float = 1e-10) -> None:
     norm = math.sqrt(sum(float(g.square().sum()) for g in expected.gradients.values()))
     gathered: dict[str, torch.Tensor] = {}
     for result in results:
         assert not result["missing"]
-        assert result["loss"] == pytest.approx(expected.loss, rel=1e-12)
-        assert result["validation"] == pytest.approx(expected.loss, rel=1e-12)
-        assert result["norm"] == pytest.approx(norm, rel=1e-10)
+        assert result["loss"] == pytest.approx(expected.loss, rel=bound / 100)
+        assert result["validation"] == pytest.approx(expected.loss, rel=bound / 100)
+        assert result["norm"] == pytest.approx(norm, rel=bound)
         gathered |= result["gradients"]
-    assert gradient_error(gathered, expected.gradients) < 1e-10
+    assert gradient_error(gathered, expected.gradients) < bound
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_a_step_on_shared_rows(world: Any, models: dict[str, Path], kind: str, layout: dict[str, int]) -> None:
+    results = world(math.prod(layout.values())).run(measure, models[kind], layout, documents())
+    check(results, reference(models[kind]))
     part, parts = 0, layout.get("dp_shard", 1)
     lengths = [batch.tokens for batch in microbatches(documents(), part, parts)]
     assert [len(logprobs) for logprobs in results[0]["logprobs"]] == lengths
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_of_ones_own_choice_sees_the_whole_row(world: Any, models: dict[str, Path], attention: str) -> None:
+    results = world(2).run(measure, models["qwen3"], {"cp": 2}, documents(), attention=attention)
+    check(results, reference(models["qwen3"]), 1e-6)  # fp32 in norms of queries and keys, and in eager's softmax
 
 
 def _squares(logprobs: torch.Tensor, batch: Batch) -> torch.Tensor:

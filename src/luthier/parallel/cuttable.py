@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,11 +21,11 @@ import torch
 from torch import nn
 
 from luthier.batch import Batch, Sample
-from luthier.errors import first_line
+from luthier.errors import ModelError, first_line
 from luthier.hf.anatomy import describe
 from luthier.hf.forward import hidden_states
 from luthier.hf.quiet import quiet
-from luthier.hf.shrink import shrink
+from luthier.hf.small import Kind, kind_of, make_small
 from luthier.parallel.stages import TOKENS, WIDTH, Part, Roles, remove_others, run
 
 _TOKENS = 9
@@ -76,9 +75,8 @@ def roles_of(model: Any) -> Roles:
         model: as of `refusal`, which has found nothing.
     """
     anatomy = describe(model)
-    kind: Any = type(model)
-    kind = getattr(sys.modules[kind.__module__], kind.__name__, kind)  # of a class that loading derives, the base
-    small = _tried(kind, _Hashed(model.config), model.dtype)
+    # with Transformers' own attention, since some work with no other, and the cut is the same
+    small = _tried(replace(kind_of(model), attention=None), model.dtype)
     outside = set(small.before) | set(small.after)
     missing = [name for name in _with_weights(model, anatomy.layers) if name not in outside]
     if missing:
@@ -86,47 +84,24 @@ def roles_of(model: Any) -> Roles:
     return replace(small, layers=anatomy.layers)
 
 
-class _Hashed:
-    """A config that equals another of the same content."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        self.text = f"{type(config).__name__} {config.to_json_string()}"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashed) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-
 @lru_cache(maxsize=8)
-def _tried(cls: type[Any], hashed: _Hashed, dtype: torch.dtype) -> Roles:
+def _tried(kind: Kind, dtype: torch.dtype) -> Roles:
     """Roles of the modules of a small model, which has been cut for trial."""
     with torch.random.fork_rng(devices=[]), quiet(), torch.enable_grad():
         torch.manual_seed(0)
-        model = _small(cls, hashed.config)
+        try:
+            model = make_small(kind, layers=4)
+        except ModelError as error:
+            raise _Fault(error.what) from error
         batch = _batch(model)
         unused = copy.deepcopy(model)  # some keep a state once they have run
         roles = _watch(model, batch)
         _try_cut(model, unused, roles, batch)
         if dtype != torch.float32:  # some hand on fp32 whatever their weights are
-            if dtype == torch.float64 and cls._can_set_experts_implementation():
+            if dtype == torch.float64 and kind.cls._can_set_experts_implementation():
                 unused.set_experts_implementation("eager")  # grouped matrix products refuse float64
             roles = replace(roles, dtype=_watch(unused.to(dtype), batch).dtype)
     return roles
-
-
-def _small(cls: type[Any], config: Any) -> Any:
-    try:
-        model = cls(shrink(config, layers=4)).float().eval()
-    except Exception as error:
-        raise _Fault(f"no small model of its kind can be made to try the cut on ({first_line(error)})") from error
-    with torch.no_grad():
-        for parameter in model.parameters():  # so large that what is missing shows
-            if parameter.dim() >= 2:
-                parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    return model
 
 
 def _batch(model: Any) -> Batch:

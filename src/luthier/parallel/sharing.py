@@ -14,8 +14,6 @@ architecture is named here.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,13 +25,12 @@ import torch
 from torch import nn
 
 from luthier.batch import Batch, Sample
-from luthier.errors import first_line
+from luthier.errors import ModelError, first_line
 from luthier.hf.anatomy import backbone_name, describe
-from luthier.hf.attention import register_attention, takes_attention
+from luthier.hf.attention import NAME
 from luthier.hf.documents import Exchange, active_documents, documents, row_tokens
 from luthier.hf.forward import hidden_states, packing_is_exact
-from luthier.hf.quiet import quiet
-from luthier.hf.shrink import shrink
+from luthier.hf.small import Kind, kind_of, make_small
 
 Manner = Literal["heads", "modules"]
 
@@ -162,28 +159,19 @@ def manner_of(model: Any) -> tuple[Manner | None, str]:
     Args:
         model: whole, perhaps on meta.
     """
-    kind: Any = type(model)
-    kind = getattr(sys.modules[kind.__module__], kind.__name__, kind)  # of a class that loading derives, the base
-    config: Any = type(model.config)
-    return _tried(kind, config, model.config.to_json_string())
+    return _tried(kind_of(model))
 
 
 @lru_cache(maxsize=8)
-def _tried(cls: type[Any], config_class: type[Any], text: str) -> tuple[Manner | None, str]:
-    with torch.random.fork_rng(devices=[]), quiet(), torch.no_grad():
-        torch.manual_seed(0)
-        try:
-            small = cls(shrink(config_class.from_dict(json.loads(text)))).float().eval()
-            if takes_attention(cls):
-                small.set_attn_implementation(register_attention())
-        except Exception as error:
-            return None, f"no small model of its kind can be made to try it on ({first_line(error)})"
-        for parameter in small.parameters():  # so large that what is out of place shows
-            if parameter.dim() >= 2:
-                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+def _tried(kind: Kind) -> tuple[Manner | None, str]:
+    try:
+        small = make_small(kind)
+    except ModelError as error:
+        return None, error.what
+    with torch.no_grad():
         packed, _ = packing_is_exact(small)
         lengths = _LENGTHS if packed else (sum(_LENGTHS),)
-        reason = _try(small, "heads", lengths) if takes_attention(cls) else ""
+        reason = _try(small, "heads", lengths) if kind.attention == NAME else ""
         if reason is None:
             return "heads", ""
         other = _try(small, "modules", lengths)
