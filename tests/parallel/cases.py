@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig as PeftLora
+from peft import get_peft_model
 from torch.distributed.tensor import DTensor
 
+from luthier.adapters.init import first_down
 from luthier.batch import Batch, Sample
 from luthier.config import LoraConfig, ParallelConfig
 from luthier.config.sections import SGDConfig
@@ -28,6 +31,43 @@ def reference(path: Path, model: Any = None) -> Reference:
     samples = documents()
     factor = 1 / sum(float(sample.weights.sum()) for sample in samples)
     return weighted_sum(plain_model(path, torch.float64) if model is None else model, samples, factor)
+
+
+def adapted_reference(
+    path: Path, modules: Sequence[str], *, rank: int = 4, trained: Sequence[str] = (), fan_in_fan_out: bool = False
+) -> Reference:
+    """What PEFT makes of `documents()`, in float64, under our names, with adapters as of `ready` and `strengthen`.
+
+    Args:
+        path: of the model.
+        modules: that carry adapters, last parts of their names.
+        rank: of the adapters, whose alpha is twice that.
+        trained: modules that are trained whole beside them.
+        fan_in_fan_out: as of PEFT.
+    """
+    config = PeftLora(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=list(modules),
+        modules_to_save=list(trained) or None,
+        fan_in_fan_out=fan_in_fan_out,
+    )
+    peft = get_peft_model(plain_model(path, torch.float64), config, autocast_adapter_dtype=False)
+    prefix = "base_model.model."
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            layer, _, end = name.removeprefix(prefix).partition(".lora_")
+            if end.startswith("A"):
+                parameter.copy_(first_down(rank, parameter.shape[1], layer, 0))
+            elif end.startswith("B"):
+                generator = torch.Generator().manual_seed(sum(layer.encode()))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
+    expected = reference(path, peft)
+    expected.gradients = {
+        name.removeprefix(prefix).replace(".modules_to_save", "").replace(".default", ""): gradient
+        for name, gradient in expected.gradients.items()
+    }
+    return expected
 
 
 def microbatches(samples: Sequence[Sample], part: int, parts: int, count: int = 2) -> list[Batch]:

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig as PeftLora
-from peft import get_peft_model
 
 from luthier.config import LoraConfig
 from luthier.hf.tiny import debug_config
-from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong, weighted_sum
+from tests.oracles.plain import Reference, gradient_error, save_strong
 from tests.oracles.rows import documents
-from tests.parallel.cases import measure, reference
+from tests.parallel.cases import adapted_reference, measure, reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -58,29 +56,8 @@ def test_policies_change_no_number(world: Any, models: dict[str, Path], how: dic
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_adapters_equal_peft(world: Any, models: dict[str, Path], kind: str) -> None:
     results = world(2).run(measure, models[kind], {"dp_shard": 2}, documents(), lora=LORA)
-    plain = plain_model(models[kind], torch.float64)
     names = {"qwen3": ["q_proj", "k_proj", "v_proj", "o_proj"], "gpt2": ["attn.c_attn", "attn.c_proj"]}[kind]
-    peft = get_peft_model(plain, PeftLora(r=4, lora_alpha=8, target_modules=names, fan_in_fan_out=kind == "gpt2"))
-    prefix, weight = "base_model.model.", ".default.weight"
-    ours = dict(peft.named_parameters())
-    from luthier.adapters.init import first_down
-
-    with torch.no_grad():
-        for name, parameter in ours.items():
-            layer = name.removeprefix(prefix)
-            if ".lora_A." in name:
-                layer = layer.removesuffix(f".lora_A{weight}")
-                parameter.copy_(first_down(4, parameter.shape[1], layer, 0))
-            elif ".lora_B." in name:
-                layer = layer.removesuffix(f".lora_B{weight}")
-                generator = torch.Generator().manual_seed(sum(layer.encode()))
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
-    samples = documents()
-    factor = 1 / sum(float(sample.weights.sum()) for sample in samples)
-    expected = weighted_sum(peft, samples, factor)
-    expected.gradients = {
-        name.removeprefix(prefix).replace(".default", ""): gradient for name, gradient in expected.gradients.items()
-    }
+    expected = adapted_reference(models[kind], names, fan_in_fan_out=kind == "gpt2")
     check(results, expected, 1e-10)
 
 

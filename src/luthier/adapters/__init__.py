@@ -5,7 +5,7 @@ from luthier.adapters.layer import LoraLayer, LoraSpec, adapted_layers, attach, 
 from luthier.adapters.lora import LoraReport, apply_lora, finish_lora
 from luthier.adapters.merge import MergeReport, Merging, merge, merged_weight
 from luthier.adapters.peft_files import load_peft, save_peft
-from luthier.adapters.structure import freeze, untie, wholly_trained
+from luthier.adapters.structure import freeze, part_on_meta, untie, wholly_trained
 from luthier.adapters.targets import resolve_modules, resolve_targets
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "load_peft",
     "merge",
     "merged_weight",
+    "part_on_meta",
     "resolve_modules",
     "resolve_targets",
     "save_peft",

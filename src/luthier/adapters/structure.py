@@ -12,6 +12,7 @@ from luthier.adapters.experts import adapted, attach_experts
 from luthier.adapters.layer import LoraSpec, attach
 from luthier.hf.anatomy import Anatomy, describe
 from luthier.hf.experts import find_experts
+from luthier.hf.gather import local_part
 
 
 def attach_all(
@@ -64,12 +65,33 @@ def _ends_trained(model: nn.Module, anatomy: Anatomy) -> list[bool]:
     return [any(f"{end}.".startswith(f"{name}.") for name in wholly_trained(model)) for end in ends]
 
 
+def part_on_meta(model: Any) -> None:
+    """Let go of a tie that cannot stand before the model is sharded: afterwards two weights in one shard stay one.
+
+    `settle_ties` gives the two the same values when they are there.
+
+    Args:
+        model: on meta, cut to what this rank has; nothing aliased yet.
+    """
+    anatomy = describe(model)
+    if not (anatomy.tied and trains_one_end(model, anatomy)):
+        return
+    ends = {f"{anatomy.head}.weight", f"{anatomy.embedding}.weight"}
+    tied = model.all_tied_weights_keys
+    model.lora_parted = {target: tied.pop(target) for target in ends & tied.keys()}
+    model.config.tie_word_embeddings = False
+
+
+@torch.no_grad()
 def settle_ties(model: Any) -> None:
     """Untie embedding and head where just one of the two is trained whole; if both are they stay one matrix.
 
     So what is not named never changes. An adapter beside a tied head needs no untying while it trains: the shared
     matrix is frozen, and only merging parts the two.
     """
+    parted: dict[str, str] = vars(model).pop("lora_parted", {})
+    for target, owner in parted.items():
+        local_part(model.get_parameter(target)).copy_(local_part(model.get_parameter(owner)))
     anatomy = describe(model)
     if anatomy.tied and trains_one_end(model, anatomy):
         untie(model)

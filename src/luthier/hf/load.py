@@ -57,6 +57,7 @@ class _Loading:
     seed: int
     from_scratch: bool
     own_keys: set[str] = field(default_factory=set)
+    parted: set[str] = field(default_factory=set)
     trainable: dict[str, bool] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     unexpected: set[str] = field(default_factory=set)
@@ -83,7 +84,8 @@ def load_model(
         device: where the weights go.
         attention: an attention implementation of Transformers; "luthier" wherever the architecture admits it when left
             out.
-        prepare: called with the model on meta, before any weight is read. `requires_grad` set by it is kept.
+        prepare: called with the model on meta, before any weight is read. `requires_grad` set by it is kept. A weight
+            that it unties and the checkpoint does not hold is left to it.
         from_scratch: random weights by the model's own initialisation; each module's are drawn from the seed and the
             module's name, so they do not depend on what else is in the model or where it lies.
         seed: of random weights.
@@ -170,8 +172,11 @@ def model_class(
 
 
 def build_on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A model without its numbers, from its config alone: for estimates, and for asking about its anatomy."""
+    """A model without its numbers, from its config alone, with the attention that loading gives it: for estimates, and
+    for asking about its anatomy."""
     own = copy.deepcopy(_config_of(cls, config))
+    if (attention := _default_attention(cls)) is not None:
+        own._attn_implementation = attention
     with quiet(), torch.device("meta"), init.no_tie_weights(), init.meta_device_safe_creation_ops():
         return cls(own)
 
@@ -210,8 +215,10 @@ def _hooked(base: type[PreTrainedModel], loading: _Loading) -> type[PreTrainedMo
         loading.own_keys = set(model.state_dict())
         if loading.weights:
             _untie_what_differs(model, loading.weights)
+        tied = set(model.all_tied_weights_keys)
         if loading.prepare is not None:
             loading.prepare(model)
+            loading.parted = tied - model.all_tied_weights_keys.keys()
             # FSDP makes a class of its own, which Transformers would take for code that is not its own: it would leave
             # a tied embedding without memory, and initialise otherwise.
             type(model).__module__ = base.__module__
@@ -316,7 +323,7 @@ def _finish(model: PreTrainedModel, source: ModelSource, loading: _Loading) -> N
     if loading.mismatched:
         raise _mismatch(source, loading)
     added = set(loading.trainable) - loading.own_keys
-    missing = sorted(loading.missing & loading.own_keys)
+    missing = sorted((loading.missing & loading.own_keys) - loading.parted)
     if missing and not loading.from_scratch:
         remedy = "is the checkpoint complete, and of this model? If a head is missing and the embedding serves as one, "
         remedy += "set tie_word_embeddings to true in config.json"
