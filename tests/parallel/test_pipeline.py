@@ -9,10 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from peft import LoraConfig as PeftLora
-from peft import get_peft_model
 
-from luthier.adapters.init import first_down
 from luthier.batch import Batch
 from luthier.config import LoraConfig
 from luthier.config.sections import AdamWConfig, SGDConfig
@@ -25,7 +22,7 @@ from luthier.parallel.programs import PROGRAMS
 from tests.adapters.models import PEFT_WARNINGS
 from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong, weighted_sum
 from tests.oracles.rows import documents
-from tests.parallel.cases import measure, microbatches, ready, reference, strengthen
+from tests.parallel.cases import adapted_reference, measure, microbatches, ready, reference, strengthen
 
 pytestmark = list(PEFT_WARNINGS)
 
@@ -119,23 +116,7 @@ def test_recomputation_changes_no_number(world: Any, models: dict[str, Path], sc
 def test_adapters_equal_peft(world: Any, models: dict[str, Path], kind: str, schedule: str) -> None:
     lora = LoraConfig(rank=4, target=ADAPTED[kind])
     results = world(2).run(measure, models[kind], {"pp": 2}, documents(), lora=lora, pipeline_schedule=schedule)
-    plain = plain_model(models[kind], torch.float64)
-    peft = get_peft_model(
-        plain, PeftLora(r=4, lora_alpha=8, target_modules=ADAPTED[kind], fan_in_fan_out=kind == "gpt2")
-    )
-    prefix = "base_model.model."
-    with torch.no_grad():
-        for name, parameter in peft.named_parameters():
-            layer, _, end = name.removeprefix(prefix).partition(".lora_")
-            if end.startswith("A"):
-                parameter.copy_(first_down(4, parameter.shape[1], layer, 0))
-            elif end.startswith("B"):  # as `strengthen` fills it
-                generator = torch.Generator().manual_seed(sum(layer.encode()))
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
-    expected = reference(models[kind], peft)
-    expected.gradients = {
-        name.removeprefix(prefix).replace(".default", ""): gradient for name, gradient in expected.gradients.items()
-    }
+    expected = adapted_reference(models[kind], ADAPTED[kind], fan_in_fan_out=kind == "gpt2")
     check(results, expected, TYPES[kind])
 
 
@@ -235,6 +216,27 @@ def test_rows_alone_where_documents_cannot_be_packed(world: Any, tmp_path: Path,
         together |= gradients
     got = {name: gradient for name, gradient in together.items() if gradient is not None}  # an index has none
     assert gradient_error(got, expected.gradients) < 1e-6
+
+
+def one_step(path: Path, lora: LoraConfig) -> Any:
+    """Gradients of this rank's stage, all of what trains there, and how many steps were skipped."""
+    state = ready(path, {"pp": 2}, adapter=lora)
+    strengthen(state)
+    outputs = forward_backward_all(state, microbatches(documents(), 0, 1))
+    gradients = {name: p.grad for name, p in state.trainable.items()}
+    update = optim_step(state, loss=float(torch.stack([output.loss for output in outputs]).sum()))
+    return gradients, update.gradient_norm, state.counters.skipped_steps
+
+
+@pytest.mark.parametrize(("layer", "stage"), [(0, 0), (3, 1)])
+def test_a_stage_may_have_nothing_that_trains(world: Any, models: dict[str, Path], layer: int, stage: int) -> None:
+    target = f"layers.{layer}.self_attn.q_proj"
+    results = world(2).run(one_step, models["qwen3"], LoraConfig(rank=4, target=[target]))
+    expected = adapted_reference(models["qwen3"], [target])
+    assert gradient_error(results[stage][0], expected.gradients) < 1e-10
+    assert results[1 - stage][0] == {}
+    norm = math.sqrt(sum(float(g.square().sum()) for g in expected.gradients.values()))
+    assert [found for _, *found in results] == [[pytest.approx(norm, rel=1e-10), 0]] * 2
 
 
 def steps(path: Path, layout: dict[str, int]) -> Any:

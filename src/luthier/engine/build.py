@@ -305,6 +305,7 @@ def build_state(
         adapters=is_adapter_weight,
         hidden_matrices=lambda name: name.startswith(inside),
         seed=how.get("seed", 0),
+        part=network.pipeline is not None,
     )
     known = {field.name: getattr(network, field.name) for field in fields(network)}
     return TrainState(optimizer=made, **known)

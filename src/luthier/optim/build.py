@@ -27,6 +27,7 @@ def build_optimizer(
     adapters: Callable[[str], bool] | None = None,
     hidden_matrices: Callable[[str], bool] | None = None,
     seed: int = 0,
+    part: bool = False,
 ) -> Optimizer:
     """Make the optimizer of the parameters that train.
 
@@ -40,11 +41,14 @@ def build_optimizer(
             stochastic rounding; all other bf16 weights are exact in fp32 (docs/decisions/0001-bf16-weights.md).
         hidden_matrices: which names Muon may treat: matrices inside the layers, no embedding, no head.
         seed: of stochastic rounding.
+        part: these are one stage's of a model, so that perhaps others train and none of them.
 
     Raises:
         UserError: if nothing trains, or stochastic_adamw finds no bf16 weight.
     """
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    if not trained and part:  # torch refuses no groups, and takes an empty one
+        return Optimizer([{**_hyperparameters(config, orthogonal=False), "params": []}], seed=seed)
     if not trained:
         raise UserError("no parameter trains", where="adapter", remedy="name a target that the model has")
     if config.name == "stochastic_adamw" and all(p.dtype != torch.bfloat16 for _, p in trained):
