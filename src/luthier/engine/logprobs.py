@@ -71,6 +71,9 @@ class Head:
             one = None if shard is None else shard.logprobs
             return cross_entropy_from_logits(self._logits, hidden, targets, coefficients, self._logits_chunk, one)
         weight, bias = local(self._linear.weight), self._linear.bias
+        hidden = hidden.to(
+            weight.dtype
+        )  # a head may be kept in fp32: it works in its own dtype, as the model's forward
         how: dict[str, Any] = {
             "bias": None if bias is None else local(bias),
             "scale": self._linear.scale,
@@ -78,8 +81,10 @@ class Head:
             "chunk": self._chunk,
         }
         if shard is not None:
-            return vocabulary_parallel_cross_entropy(hidden, weight, targets, coefficients, shard, **how)
-        return streamed_cross_entropy(hidden, weight, targets, coefficients, **how)
+            loss, found = vocabulary_parallel_cross_entropy(hidden, weight, targets, coefficients, shard, **how)
+        else:
+            loss, found = streamed_cross_entropy(hidden, weight, targets, coefficients, **how)
+        return loss, found.to(self.dtype)
 
     def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [n] whose logits are made again in the backward pass.
