@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,16 +53,24 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
 
 @contextmanager
 def _whole(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put whole tensors in the place of sharded ones that are to be drawn; afterwards each rank keeps its part."""
+    """Put whole tensors in the place of sharded ones; afterwards each rank keeps its part of those that were drawn.
+
+    What loading has filled is not drawn again, but code that draws may take its shape, and write to parts of that.
+    """
     replaced: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     drawn: dict[int, nn.Parameter] = {}
     for module in modules:
         for name, parameter in module._parameters.items():
-            if not isinstance(parameter, DTensor) or getattr(parameter, "_is_hf_initialized", False):
+            if not isinstance(parameter, DTensor):
                 continue
             if id(parameter) not in drawn:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-                drawn[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                like: dict[str, Any] = {"dtype": parameter.dtype, "device": parameter.device}
+                filled = getattr(parameter, "_is_hf_initialized", False)
+                whole = (
+                    torch.zeros((), **like).expand(parameter.shape) if filled else torch.empty(parameter.shape, **like)
+                )
+                drawn[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+                drawn[id(parameter)]._is_hf_initialized = filled
             replaced.append((module, name, parameter, drawn[id(parameter)]))
     for module, name, _, whole in replaced:
         module._parameters[name] = whole
@@ -70,4 +79,5 @@ def _whole(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, name, parameter, whole in replaced:
             module._parameters[name] = parameter
-            fill(parameter, whole)
+            if not getattr(parameter, "_is_hf_initialized", False):
+                fill(parameter, whole)
