@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from luthier.cli.main import main
-from luthier.verify import group, matrix
+from luthier.hf.tiny import debug_config
+from luthier.verify import group, matrix, reference
 from luthier.verify.compare import compare
 from luthier.verify.table import counts, lines
-from luthier.verify.trial import Bounds, Cell, documents, fault
+from luthier.verify.trial import OWN_ERRORS, Bounds, Cell, Trial, documents, fault
 from luthier.verify.worker import Worker
 from tests.verify.proof import Here
 
@@ -134,3 +135,42 @@ def test_documents_are_the_same_for_a_seed() -> None:
     assert documents(50, (3, 4), 2) == documents(50, (3, 4), 2) != documents(50, (3, 4), 2, seed=1)
     assert all(max(d["tokens"]) < 50 and d["weights"][-1] == 1.0 for step in documents(50, (9, 4), 2) for d in step)
     assert dataclasses.asdict(Bounds.of("float32", False))["gradient"] == 1e-5
+
+
+def test_widening_leaves_nothing_in_fp32() -> None:
+    values = torch.rand(5, dtype=torch.float64)
+    with reference._widening():
+        found = (values.float() * torch.ones(5)).to(torch.float32).to(dtype=torch.float32).sum(dtype=torch.float32)
+    assert found.dtype == torch.float64
+    assert found == values.sum()
+    assert torch.zeros(1).dtype == torch.float32
+
+
+def test_fp32_inside_is_allowed_what_it_costs_plain_transformers_and_no_more(tmp_path: Path) -> None:
+    class Off:
+        """Ranks whose gradients are always off by so much."""
+
+        def call(self, name: str, **arguments: Any) -> dict[str, Any]:
+            if name == "compare":
+                return {"equal": 1, "tensors": 1, "missing": (), "extra": (), "tensor": "w"}
+            return {**MEASURED, "gradients": {**MEASURED["gradients"], "worst": self.worst}}
+
+        worst = 0.0
+
+    class Reader(Here):
+        def call(self, name: str, **arguments: Any) -> dict[str, Any]:
+            return {"names": []} if name == "reload" else super().call(name, **arguments)
+
+    model = tmp_path / "model"
+    debug_config("nemotron_h").save_pretrained(model)
+    reference.make(str(model))
+    here: Any = Reader()
+    off: Any = Off()
+    trial = Trial({"path": str(model)}, documents(256, [9, 12], 1), tmp_path / "files", here)
+    trial.cell(off, {})
+    exact, bounds = trial._exact(Bounds.of("float64", True), False)
+    assert not exact["rounding"]  # nothing of it was in fp32
+    assert 1e-7 < exact["error"] < 1e-5
+    assert bounds.gradient == max(1e-6, OWN_ERRORS * exact["error"])
+    for off.worst, status in ((bounds.gradient * 0.99, "right"), (bounds.gradient * 1.01, "wrong"), (1e-3, "wrong")):
+        assert trial.cell(off, {}).status == status

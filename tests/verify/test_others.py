@@ -24,3 +24,10 @@ def test_a_layout_computes_what_plain_transformers_does(kind: str, parallel: dic
 def test_experts_on_two_ranks(kind: str, proofs: Proofs) -> None:
     for lora in (False, True):
         right(proofs.cell(kind, debug_config(kind), {"dp_shard": 2, "ep": 2}, lora=lora))
+
+
+def test_a_model_that_keeps_its_head_and_most_of_its_arithmetic_in_fp32(proofs: Proofs) -> None:
+    cell = proofs.cell("hy_v4", debug_config("hy_v4"), {"tp": 2}, lora=False)
+    right(cell)
+    assert cell.bounds is not None
+    assert 1e-6 < cell.bounds.gradient <= 1e-4

@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -63,7 +63,7 @@ def run(
     output: str,
     adapter: Mapping[str, Any] | None = None,
     device: str = "cpu",
-    rounded: bool = False,
+    widened: bool = False,
 ) -> dict[str, Any]:
     """Train a few steps of plain gradient descent.
 
@@ -79,8 +79,7 @@ def run(
             and of new ones "rank", "alpha", "rslora", "modules" and "parameters" to adapt (full names of linear
             modules, and of weights of fused experts), "trained" modules to train whole; both matrices are random.
         device: where to compute.
-        rounded: shift the weights by what rounding to fp32 does at most; how far that leads tells what a model that
-            computes in fp32 inside cannot say of its gradients.
+        widened: compute in float64 also what the model computes in fp32 whatever it is told.
 
     Returns:
         "losses" and "norms" of the steps; "narrow": whether the model computes in fp32 inside, whatever it is told;
@@ -89,19 +88,15 @@ def run(
     """
     plain = _load(model, precision, device)
     trained = plain if adapter is None else _adapted(plain, adapter)
-    if rounded:
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in trained.parameters():
-                sign = torch.randint(2, parameter.shape, generator=generator).to(parameter) * 2 - 1
-                parameter.mul_(1 + 2.0**-24 * sign)
+    if widened:
+        trained.double()
     losses, norms, narrow, rounding = [], [], False, False
     for number, documents in enumerate(steps, 1):
         trained.zero_grad(set_to_none=True)
         total = sum(sum(document["weights"]) for document in documents)
         loss = 0.0
         for document in documents:
-            with _watching(trained) as seen:
+            with _watching(trained) as seen, _widening() if widened else nullcontext():
                 loss += _backward(trained, document, total)
             narrow, rounding = narrow or seen.narrow, rounding or seen.rounding
         gradients = {n: p.grad for n, p in trained.named_parameters() if p.grad is not None}
@@ -228,6 +223,28 @@ def _backward(model: Any, document: Mapping[str, Any], total: float) -> float:
     loss = (F.cross_entropy(wide, torch.tensor(document["targets"], device=device), reduction="none") * weights).sum()
     loss.backward()
     return float(loss.detach())
+
+
+class _Widen(TorchFunctionMode):
+    """Says float64 wherever a model says fp32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _widening() -> Iterator[None]:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Widen():
+            yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 class _Watch(TorchFunctionMode):
