@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,18 @@ def test_doctor_measures_this_machine(capfd: pytest.CaptureFixture[str]) -> None
     out = capfd.readouterr().out
     assert "GFLOP/s" in out
     assert "GiB" in out
+
+
+@pytest.mark.parametrize("words", [["--model", "debug:llama", "adapter.rank=4"], ["--matrix"]])
+def test_adapters_are_verified_only_where_peft_is(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)  # Python's own word for what cannot be imported
+    assert main(["verify", *words]) == 2
+    told = (
+        "adapters are compared with PEFT's, and peft is not installed; install it with: pip install 'luthier[verify]'"
+    )
+    assert capfd.readouterr().err.strip() == f"error: adapter: {told}"
 
 
 def test_a_config_file_is_told_from_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from luthier.hf.shrink import VOCABULARY
 from luthier.hf.tiny import causal_types, debug_config
 from luthier.verify import group
 from luthier.verify.group import Failed, Group
+from luthier.verify.run import require_peft
 from luthier.verify.table import page
 from luthier.verify.trial import Cell, Trial, documents
 
@@ -62,7 +63,12 @@ def run(
 
     Returns:
         what is in `results`: model type -> {"class", "kind", "cells"}.
+
+    Raises:
+        UserError: a column has adapters, and PEFT is not installed.
     """
+    if any(COLUMNS[column][2] for column in columns):
+        require_peft()
     found: dict[str, dict[str, Any]] = {}
     if results.is_file() and resume:
         found = json.loads(results.read_text(encoding="utf-8"))

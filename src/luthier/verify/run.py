@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from luthier.config import ParallelConfig, RunConfig
-from luthier.errors import ConfigError
+from luthier.errors import ConfigError, UserError
 from luthier.hf.shrink import VOCABULARY, shrink
 from luthier.hf.source import ModelSource, fetch, load_config, resolve
 from luthier.parallel.mesh import Layout
@@ -36,9 +37,12 @@ def verify(config: RunConfig, *, tiny: bool, nproc: int | None = None) -> tuple[
 
     Raises:
         ConfigError: the layout does not admit the model, or is not for so many processes.
+        UserError: there is an adapter, and PEFT, which it is compared with, is not installed.
     """
     if config.adapter is not None and config.adapter.dropout:
         raise ConfigError("dropout cannot be compared", where="adapter.dropout", remedy="set it to 0")
+    if config.adapter is not None:
+        require_peft()
     layout = _layout(config.parallel, nproc)
     source = resolve(config.model, revision=config.revision)
     small = tiny or source.kind == "debug"
@@ -87,6 +91,20 @@ def verify(config: RunConfig, *, tiny: bool, nproc: int | None = None) -> tuple[
         "precision": expected["precision"],
     }
     return [cell], lines([cell], about)
+
+
+def require_peft() -> None:
+    """Refuse to compare adapters where there is nothing to compare them with.
+
+    Raises:
+        UserError: PEFT is not installed.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise UserError(
+            "adapters are compared with PEFT's, and peft is not installed",
+            where="adapter",
+            remedy="install it with: pip install 'luthier[verify]'",
+        )
 
 
 def _layout(parallel: ParallelConfig, nproc: int | None) -> Layout:
