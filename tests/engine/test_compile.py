@@ -1,8 +1,13 @@
-"""train.compile: layers compiled one by one, adapters in place, documents of any length."""
+"""train.compile: layers compiled one by one, adapters in place, documents of any length; on layouts too."""
+
+import warnings
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from luthier.batch import Batch, Sample
 from luthier.config import LoraConfig
@@ -11,7 +16,10 @@ from luthier.engine.build import build_state
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward
 from luthier.hf.source import resolve
-from tests.oracles.plain import gradient_error
+from luthier.hf.tiny import debug_config
+from tests.oracles.plain import gradient_error, save_strong
+from tests.oracles.rows import documents
+from tests.parallel.cases import measure, reference
 
 
 def ready(compiled: bool) -> TrainState:
@@ -44,3 +52,25 @@ def test_compiled_layers_give_the_same_gradients_at_every_length() -> None:
     plain, compiled = ready(False), ready(True)
     for lengths in ([20, 3, 11], [40, 31]):
         assert gradient_error(gradients(compiled, lengths), gradients(plain, lengths)) < 2e-5
+
+
+def compiled_on(path: Path, layout: dict[str, int]) -> dict[str, Any]:
+    """What `measure` finds, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo and inductor warn about themselves
+        found = measure(path, layout, documents(), compile_layers=True)
+    return found | {"graphs": counters["stats"]["unique_graphs"]}
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"cp": 2}], ids=str)
+def test_compiled_layers_on_a_layout(world: Any, tmp_path: Path, layout: dict[str, int]) -> None:
+    path = save_strong(debug_config("llama"), tmp_path / "llama")
+    expected = reference(path)
+    together: dict[str, torch.Tensor] = {}
+    for found in world(2).run(compiled_on, path, layout):
+        assert found["graphs"] > 0
+        assert found["loss"] == pytest.approx(expected.loss, rel=1e-6)  # its norms are fp32 inside
+        assert found["validation"] == pytest.approx(expected.loss, rel=1e-6)
+        together |= found["gradients"]
+    assert gradient_error(together, expected.gradients) < 1e-5
