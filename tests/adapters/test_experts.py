@@ -160,6 +160,14 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_peft(tiny("mixtral"), tmp_path)
 
 
+def test_experts_that_compute_in_a_way_of_their_own_are_refused_with_the_reason(tmp_path: Path) -> None:
+    model = tiny("longcat_flash")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_parameters=["experts.gate_up_proj"]))
+    adapted.save_pretrained(str(tmp_path))
+    with pytest.raises(ModelError, match="LongcatFlashExperts computes in a way of its own"):
+        load_peft(tiny("longcat_flash"), tmp_path)
+
+
 def test_targets() -> None:
     default = ours("glm4_moe", target=["attn", "mlp"])
     names = [name for name, _ in adapted(default)]

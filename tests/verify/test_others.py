@@ -31,3 +31,10 @@ def test_a_model_that_keeps_its_head_and_most_of_its_arithmetic_in_fp32(proofs: 
     right(cell)
     assert cell.bounds is not None
     assert 1e-6 < cell.bounds.gradient <= 1e-4
+
+
+def test_layers_of_experts_names_are_adapted_where_the_experts_themselves_cannot_be(proofs: Proofs) -> None:
+    cell = proofs.cell("longcat_flash", debug_config("longcat_flash"), {"dp_shard": 2}, lora=True)
+    right(cell)
+    assert cell.measured is not None
+    assert "gate_proj,up_proj,down_proj" in cell.measured["adapters"]

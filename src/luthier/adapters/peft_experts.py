@@ -111,6 +111,7 @@ def from_file(
         if not any(name == item or name.endswith(f".{item}") for name in names):
             what = (
                 f"it adapts the parameter {item}, which is no weight of a layer or of experts in {type(model).__name__}"
+                + _whose(model, item)
             )
             remedy = "merge it into its base with PEFT and start from that model"
             raise ModelError(what, where=str(config.directory), remedy=remedy)
@@ -130,6 +131,17 @@ def from_file(
                 last = name.rpartition(".")[2]
                 found[f"{group.name}.lora.{last}.lora_{side}.weight"] = stacked(side, matrix, group.count)
     return found
+
+
+def _whose(model: nn.Module, item: str) -> str:
+    """Why no adapter is for a weight that a model has: a clause, or ""."""
+    for group in find_experts(model):
+        if not group.matrices and any(
+            f"{group.name}.{key}".endswith(f".{item}") for key in group.sliced + group.shared
+        ):
+            kind = type(model.get_submodule(group.name)).__name__
+            return f" that can be adapted: {kind} computes in a way of its own, beside which no product can be laid"
+    return ""
 
 
 def adapted_matrices(group: Experts, config: PeftConfig) -> list[str]:

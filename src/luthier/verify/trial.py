@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from luthier.adapters.peft_experts import names_in_config
 from luthier.adapters.targets import resolve_modules, resolve_targets
 from luthier.config import LoraConfig
 from luthier.errors import UserError
+from luthier.hf.experts import find_experts
 from luthier.hf.linear import linear_shape
 from luthier.hf.load import build_on_meta, model_class
 from luthier.hf.source import load_config, resolve
@@ -288,7 +290,8 @@ class Trial:
 
     def _adapted(self, output: Path, plain: bool = False) -> dict[str, Any]:
         """The adapter that PEFT is to make, or to read; what it adapts by full names: linear modules (only those that
-        compute as `nn.Linear` does, if they are to be plain), and weights of fused experts."""
+        compute as `nn.Linear` does, if they are to be plain), and weights: of fused experts, and of layers that PEFT
+        would take for experts, of models whose experts no adapter is for."""
         lora = self._lora
         if lora.start_from is not None:
             return {"directory": lora.start_from}
@@ -303,6 +306,8 @@ class Trial:
         names = [name for name in names if not plain or (shape := shapes.get(name)) is None or shape.plain]
         # Mamba reads the weight of this one without calling it
         names = [name for name in names if not name.endswith(".dt_proj")]
+        if not any(group.matrices for group in find_experts(model)):
+            names = list(names_in_config(model, names).values())
         return {
             "directory": str(output / "adapter"),
             "rank": lora.rank,
