@@ -169,7 +169,7 @@ def attention(
             where="attention",
             remedy="switch packing off (data.packing: false)",
         )
-    own = _own_attention(module, kwargs)
+    own = own_attention(module, kwargs)
     if packed is None:
         if own is not sdpa_attention_forward:
             attention_mask = _additive(attention_mask, query, key)
@@ -235,7 +235,7 @@ def _whole_row(
     return torch.cat(outputs, dim=1), None
 
 
-def _own_attention(module: torch.nn.Module, kwargs: dict[str, Any]) -> Attention:
+def own_attention(module: torch.nn.Module, kwargs: dict[str, Any]) -> Attention:
     """Transformers' `sdpa`, or the architecture's own `eager_attention_forward` where `sdpa` cannot do it."""
     config: Any = type(getattr(module, "config", None))
     eager, supports_sdpa = _architecture(cast(Any, type(module)), config)

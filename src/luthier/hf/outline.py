@@ -271,7 +271,7 @@ def _attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    own = luthier_attention._own_attention(module, kwargs)
+    own = luthier_attention.own_attention(module, kwargs)
     if own is luthier_attention.sdpa_attention_forward:
         return _Attended.apply(query.contiguous(), key.contiguous(), value.contiguous()), None
     mask = luthier_attention._additive(None, query, key)
