@@ -6,7 +6,7 @@ Targets are shifted once, on the whole document, before any packing or cutting: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -58,11 +58,13 @@ class Batch:
     Attributes:
         input_ids: int64 [1, T].
         position_ids: int64 [1, T], starting again from 0 at each document.
-        targets: int64 [1, T], already shifted; NO_TOKEN at positions that only fill the row up.
-        weights: float64 [1, T]; the loss is the sum of weight x (-log p(target)). A recipe divides them by the weight
-            of its whole global batch, so that microbatches and ranks just add up.
+        targets: int64 [1, T], already shifted; NO_TOKEN at positions that only fill the row up. [1, T, K] where each
+            position has several.
+        weights: float64, one for each target; the loss is the sum of weight x (-log p(target)). A recipe divides them
+            by the weight of its whole global batch, so that microbatches and ranks just add up.
         cu_seqlens: int32 [documents + 1], where each document begins, and T.
         origins: where each document came from.
+        inputs: what a loss of one's own reads beside the log-probabilities, by name, [T, ...] each.
     """
 
     input_ids: torch.Tensor
@@ -71,6 +73,7 @@ class Batch:
     weights: torch.Tensor
     cu_seqlens: torch.Tensor
     origins: tuple[str, ...] = field(default=())
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
     def pack(samples: Sequence[Sample]) -> Batch:
@@ -111,19 +114,21 @@ class Batch:
         return replace(self, weights=self.weights * factor)
 
     def padded(self, multiple: int) -> Batch:
-        """The same batch with one more document of weight 0 at its end, so that T is a multiple of this number."""
+        """The same batch with one more document of weight 0 at its end, so that T is a multiple of this number; without
+        `inputs`, which are for the loss and not for the model."""
         missing = -self.tokens % multiple
         if not missing:
             return self
-        filler = self.input_ids.new_zeros(1, missing)
+        filler, each = self.input_ids.new_zeros(1, missing), self.targets.shape[2:]
         return replace(
             self,
             input_ids=torch.cat([self.input_ids, filler], 1),
             position_ids=torch.cat([self.position_ids, torch.arange(missing, device=filler.device)[None]], 1),
-            targets=torch.cat([self.targets, torch.full_like(filler, NO_TOKEN)], 1),
-            weights=torch.cat([self.weights, self.weights.new_zeros(1, missing)], 1),
+            targets=torch.cat([self.targets, self.targets.new_full((1, missing, *each), NO_TOKEN)], 1),
+            weights=torch.cat([self.weights, self.weights.new_zeros(1, missing, *each)], 1),
             cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + missing]),
             origins=(*self.origins, ""),
+            inputs={},
         )
 
     def to(self, device: torch.device | str) -> Batch:
@@ -134,4 +139,5 @@ class Batch:
             targets=self.targets.to(device),
             weights=self.weights.to(device),
             cu_seqlens=self.cu_seqlens.to(device),
+            inputs={name: values.to(device) for name, values in self.inputs.items()},
         )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from luthier.batch import Batch
-from luthier.engine.network import Network, held, whole
+from luthier.engine.network import Network, counted, held, whole
 from luthier.hf.forward import hidden_states
 from luthier.parallel.fsdp import within
 
@@ -52,7 +52,7 @@ def logprobs_of(network: Network, batches: Sequence[Batch]) -> list[torch.Tensor
         batches: on any device. Through a pipeline several pass at a time.
 
     Returns:
-        [T] of each, in fp32 or wider, 0 where the weight is 0.
+        [T] of each, or [T, K], in fp32 or wider, 0 at positions without any weight.
     """
     here = [batch.to(network.device) for batch in batches]
     if network.pipeline is None:
@@ -67,7 +67,7 @@ def logprobs_of(network: Network, batches: Sequence[Batch]) -> list[torch.Tensor
 
 def _logprobs(network: Network, batch: Batch) -> torch.Tensor:
     if network.mesh is None and not batch.weights.any():
-        return torch.zeros(batch.tokens, dtype=network.head.dtype, device=batch.input_ids.device)
+        return torch.zeros(batch.targets.shape[1:], dtype=network.head.dtype, device=batch.input_ids.device)
     row = held(network, batch)
     return _score(network, hidden_states(network.model, row), row, batch)
 
@@ -75,10 +75,10 @@ def _logprobs(network: Network, batch: Batch) -> torch.Tensor:
 def _score(network: Network, hidden: torch.Tensor, row: Batch, batch: Batch) -> torch.Tensor:
     """[T] of a batch from the hidden states of its row, or of this rank's part of it."""
     head = network.head
-    chosen = row.weights[0].nonzero().squeeze(-1)  # [n]
-    values = torch.zeros(row.tokens, dtype=head.dtype, device=row.input_ids.device)
+    chosen = counted(row)  # [n]
+    values = torch.zeros(row.targets.shape[1:], dtype=head.dtype, device=row.input_ids.device)
     if chosen.numel():
-        values[chosen] = head.logprobs(hidden[chosen], row.targets[0, chosen]).to(head.dtype)
+        values[chosen] = head.logprobs(hidden[chosen], row.targets[0, chosen].clamp(min=0)).to(head.dtype)
     elif network.mesh is not None:  # its weights are everybody's: take part
         head.logprobs(hidden[:1], row.targets[0, :1].clamp(min=0))
     return whole(network, values, batch)

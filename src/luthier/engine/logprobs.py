@@ -87,11 +87,14 @@ class Head:
         return loss, found.to(self.dtype)
 
     def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities [n] whose logits are made again in the backward pass.
+        """Log-probabilities whose logits are made again in the backward pass.
 
         Args:
             hidden: [n, hidden].
-            targets: int64 [n].
+            targets: int64 [n], or [n, K] for several at each position.
+
+        Returns:
+            of the targets' shape.
         """
         shard = vocabulary_shard(self._model)
         one = None if shard is None else shard.logprobs

@@ -69,13 +69,18 @@ def held(network: Network, row: Batch) -> Batch:
 
 
 def whole(network: Network, values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """[T] of a batch from what was found for the part of its padded row that `held` gave; all ranks call it.
+    """[T, ...] of a batch from what was found for the part of its padded row that `held` gave; all ranks call it.
 
     Differentiable in this rank's part alone.
     """
     if network.mesh is None or network.mesh.cp is None:
         return values[: batch.tokens].clone()  # FSDP wants no views from what it calls
     return context.join(values, network.mesh.cp, batch.tokens)
+
+
+def counted(row: Batch) -> torch.Tensor:
+    """int64 [n]: positions of a row whose weight is not 0, of several targets at least one's."""
+    return (row.weights[0] != 0).reshape(row.tokens, -1).any(1).nonzero().squeeze(-1)
 
 
 def summed(network: Network, value: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from luthier.batch import Batch
 from luthier.engine.guards import first_bad_gradient
-from luthier.engine.network import held, require_readable, summed, whole
+from luthier.engine.network import counted, held, require_readable, summed, whole
 from luthier.engine.state import TrainState
 from luthier.hf.forward import hidden_states
 from luthier.parallel.fsdp import within
@@ -22,7 +22,7 @@ from luthier.parallel.norm import gradient_norm, settle
 from luthier.parallel.pipeline import Pipeline
 
 LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]
-"""loss(logprobs [T], batch) -> scalar. `logprobs` holds log p(target) where the batch's weight is not 0, else 0."""
+"""loss(logprobs, batch) -> scalar. `logprobs` [T] or [T, K] holds log p(target) where the weight is not 0, else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class ForwardBackward:
 
     Attributes:
         loss: scalar, the sum of weight x (-log p(target)), or what a loss function of one's own returned.
-        logprobs: [T] log-probabilities of the targets, fp32 or wider; 0 where the weight is 0.
+        logprobs: [T] or [T, K] log-probabilities of the targets, fp32 or wider; 0 where the weight is 0, unless those
+            too were asked for.
     """
 
     loss: torch.Tensor
@@ -59,7 +60,7 @@ def forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None 
 
 
 def forward_backward_all(
-    state: TrainState, batches: Sequence[Batch], loss: LossFunction | None = None
+    state: TrainState, batches: Sequence[Batch], loss: LossFunction | None = None, *, all_logprobs: bool = False
 ) -> list[ForwardBackward]:
     """Run microbatches forward and backward, adding their gradients to those already there.
 
@@ -73,7 +74,8 @@ def forward_backward_all(
     Args:
         state: whose model runs and whose gradients grow.
         batches: microbatches on any device.
-        loss: a loss of one's own; weighted cross-entropy when left out.
+        loss: a loss of one's own; weighted cross-entropy when left out, which takes one target a position.
+        all_logprobs: give log-probabilities of targets of weight 0 as well, for a forward pass of the head on these.
 
     Raises:
         ModelError: a batch holds several documents, and this architecture would let them see one another.
@@ -83,19 +85,21 @@ def forward_backward_all(
         require_readable(state, batch)
     here = [batch.to(state.device) for batch in batches]
     if state.balance is None:
-        return _run(state, here, loss)
+        return _run(state, here, loss, all_logprobs)
     at_once = state.pipeline is None and len(here) == 1  # all forward passes are over when the first goes backward
     if not at_once and state.balance.coefficient:
         with state.balance.counting():
             _count(state, here)
     with state.balance.training(counts=at_once):
-        return _run(state, here, loss)
+        return _run(state, here, loss, all_logprobs)
 
 
-def _run(state: TrainState, batches: list[Batch], loss: LossFunction | None) -> list[ForwardBackward]:
+def _run(
+    state: TrainState, batches: list[Batch], loss: LossFunction | None, all_logprobs: bool
+) -> list[ForwardBackward]:
     if state.pipeline is not None:
-        return _through_stages(state, state.pipeline, batches, loss)
-    return [_forward_backward(state, batch, loss) for batch in batches]
+        return _through_stages(state, state.pipeline, batches, loss, all_logprobs)
+    return [_forward_backward(state, batch, loss, all_logprobs) for batch in batches]
 
 
 def _count(state: TrainState, batches: list[Batch]) -> None:
@@ -109,11 +113,17 @@ def _count(state: TrainState, batches: list[Batch]) -> None:
         state.pipeline.forward(rows, lambda hidden, row, number: (nothing.squeeze(0), nothing))
 
 
-def _forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None) -> ForwardBackward:
+def _forward_backward(
+    state: TrainState, batch: Batch, loss: LossFunction | None, all_logprobs: bool
+) -> ForwardBackward:
     if state.mesh is None and state.balance is None and not batch.weights.any():
         zero = torch.zeros((), dtype=state.head.dtype, device=state.device)
-        return ForwardBackward(zero, torch.zeros(batch.tokens, dtype=state.head.dtype, device=state.device))
-    value, logprobs = within(state.model, _loss, state, batch, loss)
+        logprobs = torch.zeros(batch.targets.shape[1:], dtype=state.head.dtype, device=state.device)
+        if all_logprobs:
+            with torch.no_grad():
+                logprobs = _told(state, hidden_states(state.model, batch), batch, logprobs)
+        return ForwardBackward(zero, logprobs)
+    value, logprobs = within(state.model, _loss, state, batch, loss, all_logprobs)
     if state.balance is not None and state.balance.counts:
         state.balance.settle()
     value.backward()
@@ -121,44 +131,62 @@ def _forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None
 
 
 def _through_stages(
-    state: TrainState, pipeline: Pipeline, batches: list[Batch], loss: LossFunction | None
+    state: TrainState, pipeline: Pipeline, batches: list[Batch], loss: LossFunction | None, all_logprobs: bool
 ) -> list[ForwardBackward]:
     def score(hidden: torch.Tensor, row: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         if number >= len(batches):
-            return _score(state, hidden, row, row, None)
-        return _score(state, hidden, row, batches[number], loss)
+            return _score(state, hidden, row, row, None, False)
+        return _score(state, hidden, row, batches[number], loss, all_logprobs)
 
     rows = [held(state, batch.padded(state.row_multiple)) for batch in batches]
     return [ForwardBackward(*found) for found in pipeline.forward_backward(rows, score)]
 
 
-def _loss(state: TrainState, batch: Batch, loss: LossFunction | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _loss(
+    state: TrainState, batch: Batch, loss: LossFunction | None, all_logprobs: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of a microbatch and its log-probabilities [T]; on a layout all ranks run it, each with its part."""
     row = held(state, batch.padded(state.row_multiple))
-    return _score(state, hidden_states(state.model, row), row, batch, loss)
+    return _score(state, hidden_states(state.model, row), row, batch, loss, all_logprobs)
 
 
 def _score(
-    state: TrainState, hidden: torch.Tensor, row: Batch, batch: Batch, loss: LossFunction | None
+    state: TrainState, hidden: torch.Tensor, row: Batch, batch: Batch, loss: LossFunction | None, all_logprobs: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """From the hidden states of a padded row, or of this rank's part of it, to the microbatch's loss and
-    log-probabilities [T]."""
+    log-probabilities [T] or [T, K]."""
     weights = row.weights[0]
-    chosen = weights.nonzero().squeeze(-1)  # [n], none of them in the padding
+    chosen = counted(row)  # [n], none of them in the padding
     if chosen.numel() == 0:  # whoever shares weights has to take part in every collective, so with a position that
         chosen = chosen.new_zeros(1)  # counts nothing
-    hidden = hidden[chosen]  # [n, hidden]
-    targets = row.targets[0, chosen].clamp(min=0)  # [n]
+    picked = hidden[chosen]  # [n, hidden]
+    targets = row.targets[0, chosen].clamp(min=0)  # [n] or [n, K]
     if loss is None:
         # The coefficients are known, so the head makes its gradient in the forward pass.
-        value, logprobs = state.head.cross_entropy(hidden, targets, weights[chosen])
-        full = whole(state, _scatter(logprobs, chosen, row.tokens), batch)
-        return summed(state, value), full
+        value, logprobs = state.head.cross_entropy(picked, targets, weights[chosen])
+        full = _scatter(logprobs, chosen, row.tokens)
+        if all_logprobs:
+            full = _told(state, hidden, row, full)
+        return summed(state, value), whole(state, full, batch)
     # The coefficients come later, from the loss: the head keeps nothing and computes again in the backward pass.
-    logprobs = state.head.logprobs(hidden, targets)
+    logprobs = state.head.logprobs(picked, targets)
     full = _scatter(logprobs.where(weights[chosen] != 0, 0.0 * logprobs), chosen, row.tokens)
-    full = whole(state, full, batch)
-    return loss(full, batch), full
+    counting = whole(state, full, batch)
+    told = whole(state, _told(state, hidden, row, full), batch) if all_logprobs else counting
+    return loss(counting, batch), told
+
+
+@torch.no_grad()
+def _told(state: TrainState, hidden: torch.Tensor, row: Batch, found: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of every target of a row, or of this rank's part of it, from those of weight that is not 0."""
+    targets = row.targets[0]
+    rest = (row.weights[0] == 0) & (targets >= 0)
+    chosen = rest.reshape(row.tokens, -1).any(1).nonzero().squeeze(-1)
+    found = found.detach().clone()
+    if chosen.numel():
+        others = state.head.logprobs(hidden[chosen], targets[chosen].clamp(min=0)).to(found.dtype)
+        found[chosen] = torch.where(rest[chosen], others, found[chosen])
+    return found
 
 
 def optim_step(
@@ -203,5 +231,5 @@ def optim_step(
 
 
 def _scatter(values: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
-    """[n] values at `positions` of a zero [length] tensor, differentiable in the values."""
-    return torch.zeros(length, dtype=values.dtype, device=values.device).index_put((positions,), values)
+    """[n, ...] values at `positions` of a zero [length, ...] tensor, differentiable in the values."""
+    return values.new_zeros(length, *values.shape[1:]).index_put((positions,), values)

@@ -42,7 +42,9 @@ class Limits:
             return
         read = batch.input_ids[0]
         # A target that is not trained on is never looked up, so it may be -100 or whatever its maker likes.
-        for ids in (read, batch.targets[0].where(batch.weights[0] != 0, read)):
+        targets, weights = (values[0].reshape(batch.tokens, -1) for values in (batch.targets, batch.weights))
+        looked_up = targets.where(weights != 0, read[:, None])  # [T, targets a position]
+        for ids in (read, looked_up.amax(1), looked_up.amin(1)):
             if int(ids.max()) >= self.vocabulary or int(ids.min()) < 0:
                 outside = int(((ids >= self.vocabulary) | (ids < 0)).nonzero()[0])
                 raise DataError(

@@ -34,7 +34,7 @@ _TILE_CPU, _TILE_DEVICE = 2048, 16384
 LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
 """[n, hidden] -> [n, vocabulary]."""
 LogprobsFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""[n, vocabulary] and targets [n] -> [n]."""
+"""[n, vocabulary] and targets [n] -> [n], or targets [n, K] -> [n, K]."""
 
 
 def streamed_cross_entropy(
@@ -165,12 +165,13 @@ def chunked_logprobs(
     Args:
         logits_fn: the model's own head, [n, hidden] -> [n, vocabulary].
         hidden: [n, hidden]; n may be 0.
-        targets: int64 [n].
+        targets: int64 [n], or [n, K] for several at each position.
         chunk: positions at a time.
         logprobs: as of `cross_entropy_from_logits`.
 
     Returns:
-        [n] in fp32 (float64 for float64), with gradients for hidden and for everything that logits_fn reads and trains.
+        of the targets' shape, in fp32 (float64 for float64), with gradients for hidden and for everything that
+        logits_fn reads and trains.
     """
 
     def one(piece: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -190,7 +191,9 @@ def chunked_logprobs(
 
 
 def whole_logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities [n] of the targets from logits [n, vocabulary]."""
+    """Log-probabilities of targets [n] or [n, K] from logits [n, vocabulary]."""
+    if targets.dim() == 2:
+        return logits.to(wide_dtype(logits)).log_softmax(-1).gather(1, targets)
     return -torch.nn.functional.cross_entropy(logits.to(wide_dtype(logits)), targets, reduction="none")
 
 

@@ -45,11 +45,14 @@ class VocabularyShard:
 
         Args:
             logits: [n, own tokens].
-            targets: int64 [n], of the whole vocabulary.
+            targets: int64 [n], of the whole vocabulary, or [n, K] for several at each position.
 
         Returns:
-            [n] in fp32 (float64 for float64), the same on all ranks; the gradient is that of the own logits.
+            of the targets' shape, in fp32 (float64 for float64), the same on all ranks; the gradient is that of the own
+            logits.
         """
+        if targets.dim() == 2:
+            return torch.stack([self.logprobs(logits, column) for column in targets.unbind(1)], 1)
         return cast(Tensor, _Logprobs.apply(logits, targets, self))
 
 
