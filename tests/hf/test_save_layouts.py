@@ -27,6 +27,7 @@ from tests.parallel.cases import ready, strengthen
 LORA = LoraConfig(rank=4, target=["attn", "mlp"])
 UNTYING = LoraConfig(rank=4, target=["attn", "unembed"])
 WHOLE = LoraConfig(rank=4, target=["attn"], train_modules=["embed_tokens"])
+HEAD = LoraConfig(rank=4, target=["attn"], train_modules=["lm_head"])
 FSDP, TP_FSDP, PP_FSDP = {"dp_shard": 4}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}
 EP = {"ep": 2, "dp_shard": 4}
 
@@ -76,6 +77,7 @@ CASES = [
     ("llama", LORA, 4, [TP_FSDP, PP_FSDP]),
     ("llama", UNTYING, 4, [TP_FSDP, PP_FSDP]),
     ("llama", WHOLE, 4, [FSDP]),
+    ("llama", HEAD, 4, [FSDP, TP_FSDP, PP_FSDP]),
     ("gpt2", LORA, 2, [{"dp_shard": 2}, {"pp": 2}]),
     ("phi3", LORA, 4, [TP_FSDP]),
     ("mixtral", None, 4, [EP, TP_FSDP, {"pp": 2, "ep": 2, "dp_shard": 2}]),

@@ -65,15 +65,15 @@ def _ends_trained(model: nn.Module, anatomy: Anatomy) -> list[bool]:
     return [any(f"{end}.".startswith(f"{name}.") for name in wholly_trained(model)) for end in ends]
 
 
-def part_on_meta(model: Any) -> None:
+def part_on_meta(model: Any, anatomy: Anatomy) -> None:
     """Let go of a tie that cannot stand before the model is sharded: afterwards two weights in one shard stay one.
 
     `settle_ties` gives the two the same values when they are there.
 
     Args:
         model: on meta, cut to what this rank has; nothing aliased yet.
+        anatomy: of the whole model: a stage that lacks one of the two exports the same config.
     """
-    anatomy = describe(model)
     if not (anatomy.tied and trains_one_end(model, anatomy)):
         return
     ends = {f"{anatomy.head}.weight", f"{anatomy.embedding}.weight"}

@@ -259,7 +259,7 @@ class _Plan:
         if mesh.cp is not None:
             context.prepare(model, mesh.cp)
         self.recompute_and_compile(model, layers)
-        part_on_meta(model)
+        part_on_meta(model, self.anatomy)
         tie_on_meta(model)
         if mesh.fsdp is None:
             return
