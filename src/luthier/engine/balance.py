@@ -18,13 +18,14 @@ from torch import Tensor
 from luthier.config.sections import MoeConfig
 from luthier.errors import ConfigError
 from luthier.hf import routing
+from luthier.hf.gather import local_part
 from luthier.hf.shards import own_part
 from luthier.losses.load_balancing import Load, logits_gradient
 from luthier.parallel.mesh import Mesh
 
 
 class Balance:
-    """What is known of the experts' load, and what is done about it. `of` makes it.
+    """What is known of the experts' load, and what is done about it; `engine.build` makes one.
 
     Args:
         model: with its weights; watched from now on.
@@ -141,8 +142,7 @@ class Balance:
                 chosen = torch.zeros(bias.numel(), dtype=torch.float64, device=self._device)
             chosen = self._over_all(chosen, stages=False)
             change = (self._rate or 0.0) * (chosen.mean() - chosen).sign()
-            local = bias.to_local() if hasattr(bias, "to_local") else bias
-            local.add_(own_part(bias, change.view(bias.shape).to(bias.dtype)))
+            local_part(bias).add_(own_part(bias, change.view(bias.shape).to(bias.dtype)))
 
     def _hand_on(self, value: Tensor, logits: Tensor, counted: Tensor | None) -> Tensor:
         """Count what a router does, and let its logits get their gradient of the auxiliary loss by way of `value`."""

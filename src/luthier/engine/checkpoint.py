@@ -31,7 +31,7 @@ import torch.distributed as dist
 from luthier.engine import randomness
 from luthier.engine.checkpoint_tensors import Block, blocks_to_write, read, stored_tensors, tensors_of, write
 from luthier.engine.state import Counters, TrainState
-from luthier.errors import CheckpointError
+from luthier.errors import CheckpointError, first_line
 from luthier.hf.together import Group, rank_in, tell, together, told_once
 from luthier.parallel.mesh import Layout, Mesh
 
@@ -103,12 +103,6 @@ def _layout(mesh: Mesh | None) -> str:
 
 def _random_file(mesh: Mesh | None) -> str:
     return f"random-{mesh.rank if mesh is not None else 0:05d}.json"
-
-
-def _reason(error: BaseException) -> str:
-    """What went wrong in one line."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _damaged(checkpoint: Path, error: Exception, file: str = _RECORD) -> CheckpointError:
@@ -252,7 +246,7 @@ class Checkpointer:
             if isinstance(failure, KeyboardInterrupt | SystemExit):
                 raise failure
             raise CheckpointError(
-                f"the checkpoint could not be written ({_reason(failure)})",
+                f"the checkpoint could not be written ({first_line(failure)})",
                 where=str(self.directory),
                 remedy="free some space or choose another output",
             ) from failure

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from luthier.batch import Batch
 from luthier.errors import NonFiniteError
+from luthier.hf.gather import local_part
 
 
 def first_bad_gradient(parameters: Mapping[str, nn.Parameter]) -> str | None:
@@ -25,8 +25,7 @@ def first_bad_weight(model: nn.Module) -> str | None:
 
 def _finite(tensor: torch.Tensor) -> bool:
     """Whether all that this rank holds of a tensor is finite; asks no other rank."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return bool(torch.isfinite(local).all())
+    return bool(torch.isfinite(local_part(tensor)).all())
 
 
 def bad_rows(batch: Batch, logprobs: torch.Tensor) -> list[str]:

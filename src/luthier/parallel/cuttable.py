@@ -128,7 +128,7 @@ def _watch(model: Any, batch: Batch) -> Roles:
             hidden_states(model, batch)
         except _Fault:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever an architecture's code raises
             raise _Fault(f"a small model of its kind does not run ({first_line(error)})") from error
     order = [name for name in watched.calls if name in layers]
     if order != list(layers):
@@ -233,7 +233,7 @@ def _try_cut(model: Any, unused: Any, roles: Roles, batch: Batch) -> None:
                     found[name] = found[name] + p.grad if name in found else p.grad
     except _Fault:
         raise
-    except Exception as error:
+    except Exception as error:  # as above
         raise _Fault(f"a layer cannot run without the others ({first_line(error)})") from error
     same = found.keys() == expected.keys() and _close(runs[-1][2], whole)
     if not same or not all(_close(found[name], expected[name]) for name in expected):

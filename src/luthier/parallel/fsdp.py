@@ -25,6 +25,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from luthier.hf.gather import local_part
+
 Result = TypeVar("Result")
 
 
@@ -97,7 +99,7 @@ def shard(
 
 def leaves_some_without(parameter: torch.Tensor, shards: int) -> bool:
     """Whether a weight that is cut along its first dimension leaves a rank with nothing: five slices are 2, 2, 1, 0."""
-    slices = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape[0]
+    slices = local_part(parameter).shape[0]
     return -(-slices // shards) * (shards - 1) >= slices
 
 
@@ -124,7 +126,7 @@ def sum_what_is_whole(model: nn.Module, mesh: DeviceMesh) -> None:
     def summed(gradient: torch.Tensor) -> torch.Tensor:
         total = gradient.clone()  # what autograd hands over may be somebody else's too
         for group in groups:
-            dist.all_reduce(total.to_local() if isinstance(total, DTensor) else total, group=group)
+            dist.all_reduce(local_part(total), group=group)
         return total
 
     for parameter in model.parameters():

@@ -160,14 +160,6 @@ class Mesh:
         self.stage, self.stages = self.rank // (size.ranks // size.pp), size.pp
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.stage == self.stages - 1
-
-    @property
     def stage_ranks(self) -> int:
         """Ranks that hold a part of the same stage."""
         return self.layout.ranks // self.layout.pp

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from luthier.hf.gather import local_part
 from luthier.parallel.mesh import Mesh
 
 
@@ -45,7 +46,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) 
         share = 1.0
         if mesh is not None:
             share = _distinct(gradient) / mesh.stage_ranks
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local = local_part(gradient)
         # Norms in the gradient's own dtype lose digits in bf16; vector_norm widens inside its one pass over memory.
         widest = torch.float64 if local.dtype == torch.float64 else torch.float32
         norms.append(torch.linalg.vector_norm(local, dtype=widest).double() * math.sqrt(share))

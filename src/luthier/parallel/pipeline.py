@@ -19,11 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 
 from luthier.batch import NO_TOKEN, Batch, Sample
 from luthier.errors import ConfigError
-from luthier.hf.gather import reshard
+from luthier.hf.gather import local_part, reshard
 from luthier.parallel.balance import balance, costs
 from luthier.parallel.cuttable import roles_of
 from luthier.parallel.programs import PROGRAMS, Program, stages_of
@@ -317,7 +316,7 @@ class Pipeline:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            own = local_part(parameter.grad)
             theirs = torch.empty_like(own)
             exchange = [
                 dist.P2POp(dist.isend, own.contiguous(), group=self._group, group_peer=other),

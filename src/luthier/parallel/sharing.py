@@ -191,7 +191,7 @@ def _try(model: Any, manner: Manner, lengths: tuple[int, ...]) -> str | None:
             found = hidden_states(model, _places(row, order))
         with _shared(model, _Half(), manner):  # for its shapes alone
             hidden_states(model, _places(row, torch.arange(row.tokens // 2)))
-    except Exception as error:
+    except Exception as error:  # whatever an architecture's code raises on what is no whole row
         return f"its forward refuses a part of a row ({first_line(error)})"
     off = float((found - expected[order]).abs().max() / expected.abs().max())
     if not off <= _TOLERANCE:
