@@ -260,6 +260,9 @@ def test_sequence_parallel_gradients_equal_those_of_plain_transformers(
         ("hrm_text", {}, 2, "self_attn.q_proj.weight joined with others, along the side that would be cut"),
         ("inkling2_text", {}, 2, "mlp.experts.gate_up_proj joined with others, along the side that would be cut"),
         ("bitnet", {}, 2, "its layers have no attention heads and no feed-forward width"),
+        ("doge", {}, 2, "DogeAttention holds A for all 2 key and value heads"),
+        ("dory", {}, 2, "DoryMLP holds suv_gate for all 128 inner features"),
+        ("gemma3n_text", {}, 2, "lets the largest of its inner features pass, by mean and deviation over all of them"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_the_reason(
@@ -268,6 +271,13 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(
     model = on_meta(kind, **changes)
     assert reason in str(refusal(model, degree))
     assert refusal(on_meta("llama", num_key_value_heads=4), 4) is None
+
+
+def test_an_activation_that_lets_all_pass_may_be_cut() -> None:
+    model = on_meta("gemma3n_text")
+    for layer in model.model.layers:
+        layer.mlp.activation_sparsity = 0.0
+    assert refusal(model, 2) is None
 
 
 def on_meta(kind: str, **changes: Any) -> Any:

@@ -60,14 +60,11 @@ class TensorPlan:
     obstacle: str = ""
 
 
-_NOT_DEALT = {
-    "doge": "its masks are made of the values of all heads together",
-    "dory": "it scales every channel of its feed-forward width by a weight of its own, which no plan cuts",
-    "dots3_note": "its layers have other numbers of experts each, which no plan follows",
-    "dots3_note_text": "its layers have other numbers of experts each, which no plan follows",
-    "gemma3n_text": "its sparse activation takes mean and deviation over the whole feed-forward width",
-}
-"""Model type -> why it is not cut, whatever plan it has: with it the numbers were others than in one process."""
+_NOT_PROVED = dict.fromkeys(
+    ("dots3_note", "dots3_note_text"), "its weights cannot be read by slices that tp and dp_shard cut together"
+)
+"""Model type -> why it is not cut. Transformers' loader fails over it once FSDP cuts too, and a plan does not know over
+how many ranks that will be: so the structure of the model alone cannot tell."""
 
 
 def tensor_plan(model: PreTrainedModel) -> TensorPlan:
@@ -80,7 +77,7 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
     modules = dict(model.named_modules())
     inside = tuple(f"{layer}." for layer in anatomy.layers)
     joined = joined_dims(model)
-    plan = TensorPlan(obstacle=_NOT_DEALT.get(model.config.get_text_config().model_type, ""))
+    plan = TensorPlan(obstacle=_NOT_PROVED.get(model.config.get_text_config().model_type, ""))
     for name, style in model._expand_parallel_plan(dict(model.tp_plan or {})).items():
         owner = modules.get(name)
         if style == "colwise" and _holds_gates_first(model, name) and model.get_parameter(name) not in joined:
@@ -97,6 +94,7 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
         if not any(name.startswith(inside) for name in plan.styles):
             plan.obstacle = "its layers have no attention heads and no feed-forward width that can be dealt to ranks"
     _mark_activations(plan, modules)
+    plan.obstacle = plan.obstacle or _needs_the_whole(plan, modules)
     _plan_vocabulary(plan, model, anatomy)
     return plan
 
@@ -130,6 +128,27 @@ def _mark_activations(plan: TensorPlan, modules: Mapping[str, nn.Module]) -> Non
             full = f"{name.rpartition('.')[0]}.{child}"
             if child.startswith("act") and full not in plan.styles and any(True for _ in module.parameters()):
                 _set(plan, full, module, "of_own_part")
+
+
+def _needs_the_whole(plan: TensorPlan, modules: Mapping[str, nn.Module]) -> str:
+    """What a module does with all heads or inner features at once, of which the plan gives it a part; "" if nothing."""
+    for name, module in modules.items():
+        parts: dict[int, str] = {}
+        for child, layer in module.named_children():
+            if plan.styles.get(full := f"{name}.{child}") == "colwise" and (shape := linear_shape(layer)) is not None:
+                parts[shape.outputs] = f"outputs of {child}"
+                if full in plan.pieces:
+                    what, count = plan.pieces[full]
+                    parts[count] = what
+        kind = type(module).__name__
+        for key, parameter in module.named_parameters(recurse=False):
+            size = next((size for size in parameter.shape if size in parts), 0)
+            if size and f"{name}.{key}" not in plan.styles:
+                return f"{kind} holds {key} for all {size} {parts[size]}, of which each rank would have a part"
+        sparsity: float = getattr(module, "activation_sparsity", 0.0)
+        if parts and sparsity > 0:
+            return f"{kind} lets the largest of its inner features pass, by mean and deviation over all of them"
+    return ""
 
 
 # -- vocabulary
