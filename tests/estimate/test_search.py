@@ -11,8 +11,12 @@ from luthier.config import RunConfig
 from luthier.errors import ConfigError
 from luthier.estimate import find_layouts, lines
 from luthier.estimate.cluster import find_cluster, this_machine
+from luthier.estimate.memory import memory
 from luthier.estimate.models import find_model, known
+from luthier.estimate.plan import Plan
 from luthier.estimate.run import parse_layout
+from luthier.estimate.search import CHECKPOINTING, layouts, search
+from luthier.estimate.time import step_time
 from luthier.hf.load import build_on_meta, model_class
 from luthier.parallel.mesh import Layout
 
@@ -65,6 +69,31 @@ def test_layouts_are_ranked_with_the_terms_of_their_figures(model: str, gpus: in
         assert 0.05 < entry["mfu"] <= 0.7
     table = "\n".join(lines(result))
     assert entries[0]["layout"] in table
+
+
+def test_what_is_passed_over_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+
+    def every(shape: Any, cluster: Any, ranks: int, **how: Any) -> Any:
+        """All that fits, weighed one by one."""
+        local = cluster.for_ranks(ranks)
+        rates: dict[Layout, float] = {}
+        for layout in layouts(shape, ranks, local.gpus_per_node, how["refusal"]):
+            for rows in (1, 2, 4, 8):
+                microbatches = round(how["step_tokens"] / (how["length"] * layout.data_ranks) / rows)
+                if microbatches < layout.pp:
+                    continue
+                for checkpointing in CHECKPOINTING:
+                    plan = Plan(layout, how["length"], rows, microbatches, checkpointing, reshard=layout.pp == 1)
+                    if memory(shape, plan).total <= local.memory * local.memory_share:
+                        rate = plan.step_tokens / step_time(shape, plan, local).total
+                        rates[layout] = max(rate, rates.get(layout, 0.0))
+        kept.extend(sorted(rates.values(), reverse=True)[:10])
+        return search(shape, cluster, ranks, **how)
+
+    monkeypatch.setattr("luthier.estimate.run.search", every)
+    result = found("Qwen3-0.6B", 16)
+    assert [entry["tokens_per_second"] for entry in result["layouts"]] == pytest.approx(kept, rel=1e-3)
 
 
 def test_adapters_need_less() -> None:
