@@ -270,6 +270,7 @@ def test_whole_rows_need_no_exchange(world: Callable[[int], World], saved: Calla
         ("qwen3_next", "Qwen3NextGatedDeltaNet, through which"),
         ("gpt_neo", "its forward refuses a part of a row (shape"),
         ("cpmant", "its positions meet, or find their places, outside its attention"),
+        ("doge", "or see what only fills the row up"),
     ],
 )
 def test_architectures_that_need_the_whole_row_are_refused(kind: str, told: str) -> None:
