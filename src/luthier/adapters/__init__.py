@@ -1,23 +1,38 @@
 """Adapters beside frozen weights: LoRA in place, merging, PEFT's files."""
 
+from luthier.adapters.experts import Adapted, adapted
 from luthier.adapters.init import first_down, initialise_adapters
-from luthier.adapters.layer import LoraLayer, LoraSpec, adapted_layers, attach, detach, is_adapter_weight
-from luthier.adapters.lora import LoraReport, apply_lora, finish_lora
+from luthier.adapters.layer import (
+    LoraLayer,
+    LoraSpec,
+    adapted_layers,
+    attach,
+    detach,
+    is_adapter_weight,
+    split_outputs,
+)
+from luthier.adapters.lora import LoraReport, apply_lora, finish_lora, report
 from luthier.adapters.merge import MergeReport, Merging, merge, merged_weight
 from luthier.adapters.peft_files import load_peft, save_peft
-from luthier.adapters.structure import freeze, part_on_meta, untie, wholly_trained
+from luthier.adapters.siblings import find_siblings, passed_by
+from luthier.adapters.structure import attach_all, beside, freeze, part_on_meta, untie, wholly_trained
 from luthier.adapters.targets import resolve_modules, resolve_targets
 
 __all__ = [
+    "Adapted",
     "LoraLayer",
     "LoraReport",
     "LoraSpec",
     "MergeReport",
     "Merging",
+    "adapted",
     "adapted_layers",
     "apply_lora",
     "attach",
+    "attach_all",
+    "beside",
     "detach",
+    "find_siblings",
     "finish_lora",
     "first_down",
     "freeze",
@@ -27,9 +42,12 @@ __all__ = [
     "merge",
     "merged_weight",
     "part_on_meta",
+    "passed_by",
+    "report",
     "resolve_modules",
     "resolve_targets",
     "save_peft",
+    "split_outputs",
     "untie",
     "wholly_trained",
 ]

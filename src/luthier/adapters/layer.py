@@ -49,17 +49,27 @@ class AdapterMatrix(nn.Module):
     """One of the two matrices of an adapter: `weight` [outputs, inputs], no bias.
 
     It is no `nn.Linear`, so whatever walks a model's linear layers (targets, quantisation, initialisation) passes by.
+
+    Attributes:
+        mask: 0 where an entry is held at 0, else 1, in the weight's shape; None where none is. It is in no checkpoint.
     """
 
     weight: nn.Parameter
+    mask: Tensor | None
 
     def __init__(self, inputs: int, outputs: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device, dtype=dtype))
+        self.register_buffer("mask", None, persistent=False)
+
+    @property
+    def effective(self) -> Tensor:
+        """The weight that counts: entries that the mask holds at 0 are 0, and get no gradient."""
+        return self.weight if self.mask is None else self.weight * self.mask
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] -> [..., outputs]."""
-        return F.linear(x, self.weight)
+        return F.linear(x, self.effective)
 
     def extra_repr(self) -> str:
         return "{1}, {0}".format(*self.weight.shape)
@@ -97,7 +107,7 @@ class LoraLayer(nn.Module):
     def fused(self, x: Tensor, z: Tensor | None, layers: list[LoraLayer]) -> tuple[Tensor, ...]:
         """The outputs of layers of one input, scale and dtype (`products.low_rank_products`)."""
         tensors: list[tuple[Tensor, Tensor | None, Tensor, Tensor]]
-        tensors = [(layer.weight, layer.bias, layer.lora_A.weight, layer.lora_B.weight) for layer in layers]
+        tensors = [(layer.weight, layer.bias, layer.lora_A.weight, layer.lora_B.effective) for layer in layers]
         return low_rank_products(x, z, self.lora_spec.scale, self.lora_shape.transposed, tensors)
 
     def _fusable(self, x: Tensor) -> bool:
@@ -161,6 +171,20 @@ def attach(module: nn.Module, spec: LoraSpec, dtype: torch.dtype | None = None) 
     layer.lora_spec, layer.lora_shape, layer.lora_siblings = spec, shape, None
     layer.train(layer.training)
     return layer
+
+
+def split_outputs(layer: LoraLayer, parts: Tensor) -> None:
+    """Let a layer that makes several things at once have an adapter for each: B is 0 between one's part of A and
+    another's outputs.
+
+    Args:
+        layer: adapted, of rank parts x r, weights in place; the k-th r rows of A are those of part k.
+        parts: int64 [outputs], which part each output is of.
+    """
+    up = layer.lora_B.weight
+    count = int(parts.max()) + 1
+    owner = torch.arange(count).repeat_interleave(up.shape[1] // count)
+    layer.lora_B.mask = (parts[:, None] == owner).to(up)
 
 
 def detach(layer: LoraLayer) -> nn.Module:

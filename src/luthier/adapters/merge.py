@@ -65,6 +65,8 @@ def _merged(layer: Adapted, weight: Tensor, down: Tensor, up: Tensor) -> tuple[T
     """The same of whole matrices that were gathered from where a layer's parts lie."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     exactly = torch.float64 if weight.dtype.itemsize >= 4 else torch.float32
+    if isinstance(layer, LoraLayer) and layer.lora_B.mask is not None:
+        up = up * layer.lora_B.mask
     left, right = (down.mT, up.mT) if layer.lora_shape.transposed else (up, down)
     merged = torch.empty_like(weight)
     error, largest = weight.new_zeros((), dtype=exactly), weight.new_zeros((), dtype=exactly)

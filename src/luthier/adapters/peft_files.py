@@ -127,7 +127,8 @@ def _own_tensors(model: Any, layers: Mapping[str, Adapted], trained: Sequence[st
     for name, layer in layers.items():
         name = _WRAPPERS.sub("", filed[name])
         own[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A.weight
-        own[f"{PREFIX}{name}.lora_B.weight"] = layer.lora_B.weight
+        up = layer.lora_B.weight if isinstance(layer, ExpertsAdapter) else layer.lora_B.effective.detach()
+        own[f"{PREFIX}{name}.lora_B.weight"] = up
     inside = tuple(f"{name}." for name in trained)
     for key, value in model.state_dict(keep_vars=True).items():
         if (name := _WRAPPERS.sub("", key)).startswith(inside):

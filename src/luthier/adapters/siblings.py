@@ -10,7 +10,7 @@ every forward pass keeping the same tensors.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,15 +92,14 @@ def find_siblings(model: Any, run: Callable[[], object] | None = None) -> list[S
         if layer.lora_siblings is not None:
             layer.lora_siblings.part()
     calls = _watch(model, layers, run)
-    for name in layers:
-        if name not in calls and name.rpartition(".")[0] in calls:
-            parent = type(model.get_submodule(name.rpartition(".")[0])).__name__
-            what = f"{parent} reads the weight of {name} without calling the layer"
-            raise ConfigError(
-                f"{what}, so an adapter beside it would do nothing",
-                where="adapter.target",
-                remedy=f"name the layers to adapt, without {name.rpartition('.')[2]}",
-            )
+    for name in _passed_by(layers, calls):
+        parent = type(model.get_submodule(name.rpartition(".")[0])).__name__
+        what = f"{parent} reads the weight of {name} without calling the layer"
+        raise ConfigError(
+            f"{what}, so an adapter beside it would do nothing",
+            where="adapter.target",
+            remedy=f"name the layers to adapt, without {name.rpartition('.')[2]}",
+        )
     found = []
     families: dict[str, list[tuple[Tensor, list[LoraLayer]]]] = defaultdict(list)
     for name, inputs in calls.items():
@@ -115,6 +114,22 @@ def find_siblings(model: Any, run: Callable[[], object] | None = None) -> list[S
     for groups in families.values():
         found += [Siblings(group) for _, group in groups if len(group) > 1]
     return found
+
+
+@torch.no_grad()
+def passed_by(model: Any, names: Iterable[str]) -> list[str]:
+    """Linear layers whose module runs without calling them (Mamba's dt_proj): an adapter would do nothing there.
+
+    Args:
+        model: a Transformers model with nothing on meta, adapters in place or not.
+        names: full names of linear layers.
+    """
+    layers = {name: model.get_submodule(name) for name in names}
+    return _passed_by(layers, _watch(model, layers, None))
+
+
+def _passed_by(names: Iterable[str], calls: Mapping[str, list[Any]]) -> list[str]:
+    return [name for name in names if name not in calls and name.rpartition(".")[0] in calls]
 
 
 def _watch(model: Any, layers: Mapping[str, nn.Module], run: Callable[[], object] | None) -> dict[str, list[Any]]:

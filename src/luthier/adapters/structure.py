@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from luthier.adapters.experts import adapted, attach_experts
-from luthier.adapters.layer import LoraSpec, attach
+from luthier.adapters.experts import LoraExperts, adapted, attach_experts, detach_experts
+from luthier.adapters.layer import LoraLayer, LoraSpec, attach, detach, is_adapter_weight
 from luthier.hf.anatomy import Anatomy, describe
 from luthier.hf.experts import find_experts
 from luthier.hf.gather import local_part
@@ -39,6 +40,23 @@ def wholly_trained(model: nn.Module) -> tuple[str, ...]:
     """Full names of the modules that are trained whole beside the adapters."""
     names: Any = getattr(model, "lora_trained", ())
     return tuple(names)
+
+
+def beside(model: Any) -> Any:
+    """A second model over the very same base weights, without adapters: what each adapts and trains is its own.
+
+    Args:
+        model: a Transformers model, adapters in place or not, no base weight of which trains.
+    """
+    shared = [tensor for name, tensor in model.named_parameters() if not is_adapter_weight(name)]
+    memo = {id(tensor): tensor for tensor in [*shared, *model.buffers()]}
+    other = copy.deepcopy(model, memo)
+    for module in list(other.modules()):
+        if isinstance(module, LoraLayer):
+            detach(module)
+        elif isinstance(module, LoraExperts):
+            detach_experts(module)
+    return other
 
 
 def freeze(model: nn.Module) -> None:

@@ -43,7 +43,7 @@ from luthier.parallel.programs import stages_of
 
 logger = logging.getLogger(__name__)
 
-_CPU_ROWS = 64
+CPU_ROWS = 64
 """Packed rows have another length in every step. On the CPU each new length costs compilations in oneDNN, and blocks of
 memory of yet another size; a few positions of padding cost less."""
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -170,7 +170,7 @@ def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: U
         mesh=mesh,
         pipeline=pipeline,
         lora=lora,
-        row_multiple=_CPU_ROWS if padded else 1,
+        row_multiple=CPU_ROWS if padded else 1,
         packing_fault=packing_fault,
         limits=plan.limits,
         balance=Balance(model, plan.auxiliary, rate, mesh) if plan.auxiliary or rate else None,
