@@ -60,13 +60,6 @@ class TensorPlan:
     obstacle: str = ""
 
 
-_NOT_PROVED = dict.fromkeys(
-    ("dots3_note", "dots3_note_text"), "its weights cannot be read by slices that tp and dp_shard cut together"
-)
-"""Model type -> why it is not cut. Transformers' loader fails over it once FSDP cuts too, and a plan does not know over
-how many ranks that will be: so the structure of the model alone cannot tell."""
-
-
 def tensor_plan(model: PreTrainedModel) -> TensorPlan:
     """The plan of a model, on meta or not; adapters may be in place, and layers of other stages gone.
 
@@ -77,7 +70,7 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
     modules = dict(model.named_modules())
     inside = tuple(f"{layer}." for layer in anatomy.layers)
     joined = joined_dims(model)
-    plan = TensorPlan(obstacle=_NOT_PROVED.get(model.config.get_text_config().model_type, ""))
+    plan = TensorPlan()
     for name, style in model._expand_parallel_plan(dict(model.tp_plan or {})).items():
         owner = modules.get(name)
         if style == "colwise" and _holds_gates_first(model, name) and model.get_parameter(name) not in joined:

@@ -67,8 +67,9 @@ def shard(
     dealt = list(experts)
     shards = mesh.size(mesh.ndim - 1)
     kept = {parameter: set(dims) for parameter, dims in (joined or {}).items()}
-    for parameter, slices in (stacked or {}).items():
-        if 0 in slices and leaves_some_without(parameter, shards):
+    for parameter in model.parameters():  # of these the loader cannot read nothing
+        read_in_parts = 0 in (stacked or {}).get(parameter, ()) or isinstance(parameter, DTensor)
+        if read_in_parts and leaves_some_without(parameter, shards):
             kept.setdefault(parameter, set()).add(0)
     elsewhere = {
         parameter: next((d for d, size in enumerate(parameter.shape) if d not in dims and size % shards == 0), None)
