@@ -7,6 +7,7 @@ of the loss have been divided by those of the whole global batch already.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MethodType
 from typing import Any, TypeVar, cast
@@ -84,9 +85,13 @@ def shard(
     if expert_mesh is not None:
         for module in dealt:
             fully_shard(module, mesh=expert_mesh, reshard_after_forward=reshard, **settings)
+    layers = list(layers)
+    uses = Counter(parameter for layer in layers for parameter in layer.parameters())
+    in_several = {parameter for parameter, count in uses.items() if count > 1}  # the root's group takes these
     for layer in layers:
-        if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, **settings)
+        if any(parameter not in in_several for parameter in layer.parameters()):
+            own = settings | {"ignored_params": settings["ignored_params"] | in_several}
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, **own)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, **settings)
     for module in model.modules():
         if isinstance(module, FSDPModule):
