@@ -23,6 +23,12 @@ def test_own_loop_learns() -> None:
     assert losses[-1] < 0.85 * losses[0]
 
 
+def test_a_loop_in_tinkers_calls_learns() -> None:
+    told = run("examples/tinker_sft.py")
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", told)]
+    assert losses[-1] < 0.25 * losses[0]
+
+
 def test_own_evaluation_finds_the_hardest_row() -> None:
     told = run("examples/own_evaluation.py")
     assert re.search(r"\d+ of \d+ tokens likelier than not; hardest row examples/rows\.jsonl:\d", told)

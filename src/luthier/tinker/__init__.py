@@ -3,6 +3,7 @@
 from luthier.tinker.adapters import adapter_state_dict, apply_lora, iter_lora_modules, merge_adapters
 from luthier.tinker.client import LocalTrainingClient
 from luthier.tinker.futures import APIFuture
+from luthier.tinker.sampler import SamplingClient
 from luthier.tinker.types import (
     AdamParams,
     Datum,
@@ -12,6 +13,9 @@ from luthier.tinker.types import (
     LoraConfig,
     ModelInput,
     OptimStepResponse,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
     SaveWeightsResponse,
     TensorData,
 )
@@ -27,6 +31,10 @@ __all__ = [
     "LoraConfig",
     "ModelInput",
     "OptimStepResponse",
+    "SampleResponse",
+    "SampledSequence",
+    "SamplingClient",
+    "SamplingParams",
     "SaveWeightsResponse",
     "TensorData",
     "adapter_state_dict",

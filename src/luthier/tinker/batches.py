@@ -1,8 +1,8 @@
-"""Rows laid into microbatches, and what was found for these given back row by row."""
+"""Rows laid into microbatches, what was found for these given back row by row, and what a call tells of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,9 +10,12 @@ import torch.distributed as dist
 from luthier.batch import NO_TOKEN, Batch
 from luthier.data.packing import microbatches
 from luthier.engine.network import Network
+from luthier.engine.step import LossFunction
 from luthier.hf.together import exchange
-from luthier.losses.table import TARGETS
+from luthier.losses.policy import weighted_cross_entropy
+from luthier.losses.table import TARGETS, WEIGHTS, Loss
 from luthier.tinker.rows import Row
+from luthier.tinker.types import ForwardBackwardOutput, TensorData
 
 
 def _nothing(row: Row) -> torch.Tensor:
@@ -96,3 +99,33 @@ class Batches:
             return values
         values = values[:, None] if values.dim() == 1 else values
         return torch.nn.functional.pad(values, (0, self._width - values.shape[1]), value=fill)
+
+
+def own_loss(loss: Loss, settings: Mapping[str, float], *, soft: bool) -> LossFunction | None:
+    """The loss as the step takes it; None for plain cross-entropy, whose gradient the head makes on the way."""
+    if loss.soft:
+        return (lambda logprobs, batch: weighted_cross_entropy(logprobs, batch.weights[0])) if soft else None
+
+    def value(logprobs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return loss.value(logprobs, batch.inputs, batch.cu_seqlens, settings)
+
+    return value
+
+
+def output_of(
+    rows: Sequence[Row], loss: Loss, settings: Mapping[str, float], logprobs: Sequence[torch.Tensor]
+) -> ForwardBackwardOutput:
+    """What a call tells: the loss of its own rows, summed in float64 row by row, so that batching changes nothing."""
+    total, valid = 0.0, 0
+    is_mean = loss.soft and not rows[0].has_weights
+    for row, values in zip(rows, logprobs, strict=True):
+        there = row.targets != NO_TOKEN
+        valid += int(there.sum())
+        fields = row.fields | ({WEIGHTS: there.double()} if is_mean else {})
+        read = {key: field.to(values.dtype) for key, field in fields.items() if key != TARGETS}
+        total += float(loss.value(values, read, torch.tensor([0, len(row.tokens)]), settings))
+    metrics = {"loss:sum": total, "tokens:sum": float(valid)}
+    if is_mean:
+        metrics["loss:mean"] = total / valid if valid else 0.0
+    outputs = [{"logprobs": TensorData(values)} for values in logprobs]
+    return ForwardBackwardOutput(outputs, metrics, metrics.get("loss:mean", total))

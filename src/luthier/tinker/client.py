@@ -5,30 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
-from luthier.batch import NO_TOKEN, Batch
+from luthier.batch import NO_TOKEN
 from luthier.engine.adopt import adopt
 from luthier.engine.build import Precision, choose_device, choose_precision
 from luthier.engine.evaluate import logprobs_of
 from luthier.engine.guards import first_bad_weight
 from luthier.engine.state import TrainState
-from luthier.engine.step import LossFunction, forward_backward_all, optim_step
+from luthier.engine.step import forward_backward_all, optim_step
 from luthier.errors import ConfigError, ModelError, NonFiniteError, UserError, first_line
 from luthier.hf.load import DTYPES, load_model
 from luthier.hf.source import resolve
 from luthier.hf.tokenizer import load_tokenizer
-from luthier.losses.policy import weighted_cross_entropy
 from luthier.losses.table import TARGETS, WEIGHTS, Loss, loss_named
 from luthier.optim.build import decays
 from luthier.tinker import saved
 from luthier.tinker.adapters import apply_lora, is_merged, report_of
-from luthier.tinker.batches import Batches
+from luthier.tinker.batches import Batches, output_of, own_loss
 from luthier.tinker.futures import APIFuture
 from luthier.tinker.gradients import Gradients
 from luthier.tinker.rows import Row, read_prompt, read_rows
+from luthier.tinker.sampler import SamplingClient, snapshot
 from luthier.tinker.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -36,7 +37,6 @@ from luthier.tinker.types import (
     LoraConfig,
     OptimStepResponse,
     SaveWeightsResponse,
-    TensorData,
 )
 
 CustomLoss = Callable[[Any, list[torch.Tensor]], Any]
@@ -85,6 +85,7 @@ class LocalTrainingClient:
         self.directory = Path(directory)
         self._tokens = tokens_per_microbatch
         self._gradients = Gradients(self.state.trainable.values())
+        self._live = SamplingClient(self.model, self._tokenizer_if_any)
         self._loss = 0.0
         self._failure: BaseException | None = None
         self._calls: list[APIFuture[ForwardBackwardOutput]] = []
@@ -159,6 +160,27 @@ class LocalTrainingClient:
         """
         return APIFuture(lambda: self._compute_logprobs(prompt))
 
+    def sample(self, prompt: Any, num_samples: int = 1, sampling_params: Any = None, **more: Any) -> APIFuture[Any]:
+        """Sample from the weights as they are now; as `SamplingClient.sample`."""
+        return self._live.sample(prompt, num_samples, sampling_params, **more)
+
+    def save_weights_and_get_sampling_client(
+        self, kind: Literal["snapshot", "inflight"] = "snapshot"
+    ) -> APIFuture[SamplingClient]:
+        """A client that samples from the weights as they are now, without a copy on disk.
+
+        Args:
+            kind: snapshot: what trains is copied, and later steps change nothing; inflight: the weights in training.
+        """
+
+        def work() -> SamplingClient:
+            if kind not in ("snapshot", "inflight"):
+                raise ConfigError(f"{kind!r} is unknown", where="kind", remedy="use snapshot or inflight")
+            model = self.model if kind == "inflight" else snapshot(self.model)
+            return SamplingClient(model, self._tokenizer_if_any)
+
+        return APIFuture(work)
+
     def save_state(
         self,
         name: str | Path,
@@ -217,7 +239,7 @@ class LocalTrainingClient:
             found = logprobs_of(self.state, batches.batches)
         finally:
             self.model.train(training)
-        return _output(rows, loss, settings, batches.by_row(found))
+        return output_of(rows, loss, settings, batches.by_row(found))
 
     def _forward_backward(self, data: Any, loss: Loss, config: Mapping[str, float] | None) -> ForwardBackwardOutput:
         _refuse_merged(self.model)
@@ -238,9 +260,9 @@ class LocalTrainingClient:
                 return row.fields[WEIGHTS] if loss.soft else loss.counts(row.fields).double()
 
             batches = Batches(rows, self._tokens, self.state, weigh)
-            own = _own_loss(loss, settings, soft=any(row.targets.dim() == 2 for row in rows))
+            own = own_loss(loss, settings, soft=any(row.targets.dim() == 2 for row in rows))
             found = forward_backward_all(self.state, batches.batches, own, all_logprobs=True)
-            output = _output(rows, loss, settings, batches.by_row([part.logprobs for part in found]))
+            output = output_of(rows, loss, settings, batches.by_row([part.logprobs for part in found]))
         except Exception as error:
             self._gradients.clear()
             self._loss, self._failure = 0.0, error
@@ -308,7 +330,7 @@ class LocalTrainingClient:
         return OptimStepResponse({"gradient_norm:mean": update.gradient_norm})
 
     def _compute_logprobs(self, prompt: Any) -> Any:
-        many = isinstance(prompt, Sequence) and not (prompt and isinstance(prompt[0], int))
+        many = isinstance(prompt, Sequence) and not (prompt and isinstance(prompt[0], int | np.integer))
         prompts = prompt if many else [prompt]
         where = [f"prompt[{number}]" if many else "prompt" for number in range(len(prompts))]
         tokens = [read_prompt(one, self._vocabulary, place) for one, place in zip(prompts, where, strict=True)]
@@ -332,40 +354,16 @@ class LocalTrainingClient:
             raise ConfigError(f"{name!r} cannot be a directory's name", where="name")
         return self.directory / name
 
+    def _tokenizer_if_any(self) -> Any:
+        try:
+            return self.get_tokenizer()
+        except ModelError:
+            return None
+
     @property
     def _vocabulary(self) -> int:
         limits = self.state.limits
         return limits.vocabulary if limits is not None else int(self.state.outline.config.get_text_config().vocab_size)
-
-
-def _own_loss(loss: Loss, settings: Mapping[str, float], *, soft: bool) -> LossFunction | None:
-    """The loss as the step takes it; None for plain cross-entropy, whose gradient the head makes on the way."""
-    if loss.soft:
-        return (lambda logprobs, batch: weighted_cross_entropy(logprobs, batch.weights[0])) if soft else None
-
-    def value(logprobs: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return loss.value(logprobs, batch.inputs, batch.cu_seqlens, settings)
-
-    return value
-
-
-def _output(
-    rows: Sequence[Row], loss: Loss, settings: Mapping[str, float], logprobs: Sequence[torch.Tensor]
-) -> ForwardBackwardOutput:
-    """What a call tells: the loss of its own rows, summed in float64 row by row, so that batching changes nothing."""
-    total, valid = 0.0, 0
-    is_mean = loss.soft and not rows[0].has_weights
-    for row, values in zip(rows, logprobs, strict=True):
-        there = row.targets != NO_TOKEN
-        valid += int(there.sum())
-        fields = row.fields | ({WEIGHTS: there.double()} if is_mean else {})
-        read = {key: field.to(values.dtype) for key, field in fields.items() if key != TARGETS}
-        total += float(loss.value(values, read, torch.tensor([0, len(row.tokens)]), settings))
-    metrics = {"loss:sum": total, "tokens:sum": float(valid)}
-    if is_mean:
-        metrics["loss:mean"] = total / valid if valid else 0.0
-    outputs = [{"logprobs": TensorData(values)} for values in logprobs]
-    return ForwardBackwardOutput(outputs, metrics, metrics.get("loss:mean", total))
 
 
 def _refuse_merged(model: Any) -> None:

@@ -53,7 +53,7 @@ def read_rows(data: Any, loss: Loss, vocabulary: int) -> list[Row]:
         DataError: something cannot be read as a row; it is named.
     """
     rows: list[Row] = []
-    many = isinstance(data, Sequence) and not (data and all(isinstance(item, int) for item in data))
+    many = isinstance(data, Sequence) and not (data and all(isinstance(item, int | np.integer) for item in data))
     for number, item in enumerate(data if many else [data]):
         rows += _rows_of(item, f"data[{number}]" if many else "data")
     if not rows:

@@ -234,3 +234,56 @@ class LoadWeightsResponse:
     """Where weights were read from."""
 
     path: str
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How texts are sampled.
+
+    Attributes:
+        max_tokens: at most so many new ones; as many as the model has positions for when left out.
+        seed: sample i of a call has seed + i; drawn when left out.
+        stop: strings or token ids that end a text; None: the model's own ends, an empty list: nothing.
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_k: only the so many likeliest tokens; -1 for no limit.
+        top_p: only the likeliest tokens that together have this probability.
+    """
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | Sequence[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    """A sampled text.
+
+    Attributes:
+        tokens: new ids, the ending included.
+        logprobs: of each in the distribution that it was sampled from, so tempered; at temperature 0 the model's own.
+        stop_reason: "stop" or "length".
+        topk_logprobs: for each the likeliest (token, log-probability), if asked for.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    stop_reason: str
+    topk_logprobs: list[list[tuple[int, float]]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResponse:
+    """What came of a prompt.
+
+    Attributes:
+        sequences: one for each sample.
+        prompt_logprobs: for each token of the prompt, None for the first, if asked for.
+        topk_prompt_logprobs: for each token of the prompt what was likeliest in its place, if asked for.
+    """
+
+    sequences: list[SampledSequence]
+    prompt_logprobs: list[float | None] | None = None
+    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None

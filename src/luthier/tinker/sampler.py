@@ -1,0 +1,106 @@
+"""Sampling from a client's weights, the live ones or a snapshot of them in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from luthier.errors import ConfigError
+from luthier.sampling.engine import SamplingEngine
+from luthier.sampling.request import SamplingRequest
+from luthier.tinker.futures import APIFuture
+from luthier.tinker.rows import read_prompt
+from luthier.tinker.types import SampledSequence, SampleResponse, SamplingParams
+
+
+class SamplingClient:
+    """Samples from one model.
+
+    Args:
+        model: whose weights are read at every call.
+        tokenizer: gives the tokenizer, or None where there is none; asked for when it is needed first.
+    """
+
+    def __init__(self, model: Any, tokenizer: Callable[[], Any]) -> None:
+        self.model = model
+        self._tokenizer = tokenizer
+        self._engine: SamplingEngine | None = None
+
+    def sample(
+        self,
+        prompt: Any,
+        num_samples: int = 1,
+        sampling_params: Any = None,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+    ) -> APIFuture[SampleResponse]:
+        """Go on with a prompt.
+
+        Args:
+            prompt: a ModelInput, a tensor or a list of token ids.
+            num_samples: how many texts; the prompt is read once.
+            sampling_params: `SamplingParams`, or anything with its attributes.
+            include_prompt_logprobs: also give the log-probability of each token of the prompt.
+            topk_prompt_logprobs: also give so many likeliest tokens at each place of the prompt.
+            topk_sample_logprobs: also give so many likeliest tokens at each place of the texts.
+        """
+
+        def work() -> SampleResponse:
+            if num_samples < 1:
+                raise ConfigError(
+                    f"{num_samples!r} is no number of texts", where="num_samples", remedy="give 1 or more"
+                )
+            request = self._request(prompt, SamplingParams() if sampling_params is None else sampling_params)
+            request = replace(request, topk_logprobs=topk_sample_logprobs)
+            first = replace(request, prompt_logprobs=include_prompt_logprobs, topk_prompt_logprobs=topk_prompt_logprobs)
+            found = self.engine.sample([first, *request.group(num_samples)[1:]])
+            return SampleResponse(
+                [SampledSequence(one.tokens, one.logprobs, one.stop_reason, one.topk) for one in found],
+                found[0].prompt_logprobs,
+                found[0].topk_prompt_logprobs,
+            )
+
+        return APIFuture(work)
+
+    def compute_logprobs(self, prompt: Any) -> APIFuture[list[float | None]]:
+        """The log-probability of every token of a prompt after those before it, None for the first."""
+
+        def work() -> list[float | None]:
+            request = SamplingRequest(self._ids(prompt), max_tokens=0, prompt_logprobs=True)
+            return self.engine.sample([request])[0].prompt_logprobs or []
+
+        return APIFuture(work)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer that belongs to the model."""
+        return self._tokenizer()
+
+    @property
+    def engine(self) -> SamplingEngine:
+        """What samples; made when it is needed first."""
+        if self._engine is None:
+            self._engine = SamplingEngine(self.model, tokenizer=self._tokenizer())
+        return self._engine
+
+    def _ids(self, prompt: Any) -> Sequence[int]:
+        return [int(token) for token in read_prompt(prompt, self.model.get_input_embeddings().weight.shape[0])]
+
+    def _request(self, prompt: Any, params: Any) -> SamplingRequest:
+        ids, most = self._ids(prompt), params.max_tokens
+        if most is None:
+            positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+            if positions is None:
+                raise ConfigError("this model has no end of its positions", where="max_tokens", remedy="give a number")
+            most = max(0, positions - len(ids))
+        fields = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "seed", "stop")}
+        return SamplingRequest(ids, max_tokens=most, **fields)
+
+
+def snapshot(model: Any) -> Any:
+    """A model that stays as this one is now: what trains is copied, what is frozen is shared."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in [*frozen, *model.buffers()]})
+    return copied.requires_grad_(False)
