@@ -34,7 +34,7 @@ from luthier.hf.head import head_logits
 
 NAME = "luthier_slots"
 FEWEST = 4
-"""Rows of the smallest matrix product."""
+"""Rows of the smallest product that is tried."""
 BLOCK = 64
 """Keys are padded to a multiple of this many places."""
 
@@ -253,7 +253,7 @@ class SlotRows:
         for size in _candidates(most):
             if torch.equal(self._answers(range(min(size, most)), size), whole[:size]):
                 sizes.append(size)
-        self._sizes = (*sizes, max(most, FEWEST))
+        self._sizes = (*sizes, most)
 
     def _answers(self, tokens: Sequence[int], size: int) -> Tensor:
         """[rows, vocabulary], logits of texts of two tokens in products of so many rows."""

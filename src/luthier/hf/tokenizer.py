@@ -19,7 +19,6 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    TextIteratorStreamer,
 )
 
 from luthier.errors import ModelError
@@ -271,8 +270,3 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     }
     text = json.dumps(content, sort_keys=True, ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def text_streamer(tokenizer: PreTrainedTokenizerBase) -> TextIteratorStreamer:
-    """What `generate` feeds token by token in one thread and another iterates over as pieces of text."""
-    return TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -18,7 +18,7 @@ from luthier.config.sections import AdamWConfig, CosineSchedule
 from luthier.errors import ModelError
 from luthier.hf.tokenizer import render
 from luthier.recipes.export import export_state
-from luthier.recipes.generate import answer
+from luthier.recipes.generate import answers
 from luthier.recipes.run import Run, opened
 from luthier.recipes.sft import finish, loop, measure
 from luthier.report.progress import stage
@@ -106,7 +106,8 @@ def demo_config(folder: Path, output: Path) -> RunConfig:
 def ask(run: Run, tokenizer: Any, questions: list[dict[str, Any]]) -> list[str]:
     """What the model in memory answers to the first held-out questions."""
     with stage("asking"):
-        return [answer(run.state.model, tokenizer, q["question"], run.config.generation)[0] for q in questions[:ASKED]]
+        asked = [question["question"] for question in questions[:ASKED]]
+        return [text for text, _ in answers(run.state.model, tokenizer, asked, run.config.generation)]
 
 
 @torch.no_grad()

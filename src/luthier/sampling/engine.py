@@ -1,7 +1,7 @@
 """Continuous batching: many texts grow side by side on one model, and a new one joins whenever there is room.
 
-The model is the one that is being trained, adapters in place; nothing of it is copied, so the next token is sampled
-from what its weights are then. Between two calls it is as its owner left it: mode, gradients, attention.
+The model is the one that is being trained, adapters in place, and the next token is sampled from what its weights are
+then. Between two calls it is as its owner left it: mode, gradients, attention.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from luthier.hf.head import head_logits
 from luthier.hf.limits import limits_of
 from luthier.hf.slots import Prefix, padded
 from luthier.sampling.choose import Choice, choose, of_prompt, uniform
+from luthier.sampling.packed import PackedLinears
 from luthier.sampling.request import SamplingRequest, SamplingResult, TopTokens
 from luthier.sampling.stopping import StopStrings
 
@@ -45,6 +46,7 @@ class _Text:
         stops: ids that end it.
         strings: strings that end it.
         room: how many tokens there may be.
+        key: what it has in common with those that can share the prompt once it is read.
         result: what there is of it.
         done: nothing is to come.
     """
@@ -55,6 +57,7 @@ class _Text:
     stops: frozenset[int]
     strings: StopStrings | None
     room: int
+    key: tuple[tuple[int, ...], bool]
     result: SamplingResult = field(default_factory=lambda: SamplingResult([], [], "length"))
     done: bool = False
 
@@ -74,8 +77,8 @@ class SamplingEngine:
     """Samples from a model that stays its owner's.
 
     The tokens of a request with a seed, and their log-probabilities, are the same to the bit whatever else the engine
-    is doing, in an engine of as many slots and a process of as many threads. Not for use while another thread runs the
-    model.
+    is doing, in an engine of as many slots and a process of one thread (of several, the one that works on a row of
+    attention may change its last bit in fp32). Not for use while another thread runs the model.
 
     Args:
         model: a causal language model of Transformers, whole, adapters in place; make another engine when layers are
@@ -110,12 +113,13 @@ class SamplingEngine:
         self._limits = limits_of(model)
         self._seeds = random.Random(seed)
         self._rows = rows_of(model)
+        self._packed = PackedLinears(model)
         self._settled = False
         self._numbers = itertools.count()
         self._waiting: deque[_Text] = deque()
         self._active: list[_Text] = []
         self._ended: dict[int, SamplingResult] = {}
-        self._read: dict[tuple[int, ...], Prefix] = {}
+        self._read: dict[tuple[tuple[int, ...], bool], Prefix] = {}
         self._stamp: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -157,6 +161,7 @@ class SamplingEngine:
             self._stops if stops is None else stops,
             StopStrings(strings, self._tokenizer) if strings else None,
             room,
+            (tuple(ids), request.max_tokens > 1),
         )
         text.result.topk = [] if request.topk_logprobs else None
         self._waiting.append(text)
@@ -214,25 +219,26 @@ class SamplingEngine:
         before = set(self._ended)
         with self._undisturbed(), torch.no_grad():
             self._forget_old_weights()
-            if not self._settled:
-                self._rows.settle(self._slots)
-                self._settled = True
             grown = list(self._active)
             while self._waiting and len(self._active) < self._slots:
-                self._join(self._waiting.popleft())
+                text = self._waiting.popleft()
+                # who reads the prompt alone is not worth a copy of the weights
+                with self._packed.used() if text.request.max_tokens > 1 else nullcontext():
+                    self._join(text)
             if grown:
-                self._grow(grown)
+                with self._packed.used():
+                    self._grow(grown)
         if not self.busy:
             self._read.clear()
+            self._packed.give_up()
         return [number for number in self._ended if number not in before]
 
     def _join(self, text: _Text) -> None:
         """Read a text's prompt, unless it has been for another sample of it, and sample its first token."""
-        prompt = tuple(text.request.prompt)
-        prefix = self._read.pop(prompt, None) or self._rows.read(prompt)
-        if any(tuple(other.request.prompt) == prompt for other in self._waiting):
-            self._read[prompt] = prefix
         request = text.request
+        prefix = self._read.pop(text.key, None) or self._rows.read(text.key[0])
+        if any(other.key == text.key for other in self._waiting):
+            self._read[text.key] = prefix
         if request.prompt_logprobs or request.topk_prompt_logprobs:
             self._tell_prompt(text, prefix)
         if text.room > 0:
@@ -245,6 +251,9 @@ class SamplingEngine:
 
     def _grow(self, grown: list[_Text]) -> None:
         """Let texts grow by a token; they are the first rows."""
+        if not self._settled:
+            self._rows.settle(self._slots)
+            self._settled = True
         hidden = self._rows.advance([text.result.tokens[-1] for text in grown])
         size = self._rows.company(len(grown))
         parts = [hidden[start : start + size] for start in range(0, len(hidden), size)]
