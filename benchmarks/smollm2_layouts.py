@@ -5,7 +5,7 @@
 Each layout trains full and with LoRA from the same weights on the same rows, and saves a checkpoint before its last two
 steps. Then each layout goes on from the checkpoint of every other: all weights, moments and counts are hashed after
 loading, and the last two losses are compared with those of one process, whose first loss is that of unmodified
-Transformers. Linux, 16 GB, about an hour on two cores.
+Transformers. Linux, 16 GB, more than an hour on two cores.
 """
 
 from __future__ import annotations

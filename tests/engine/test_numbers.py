@@ -16,7 +16,7 @@ from luthier.engine.evaluate import evaluate
 from luthier.engine.logprobs import Head
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward
-from luthier.errors import DataError, ModelError
+from luthier.errors import ConfigError, DataError, ModelError
 from luthier.hf.source import resolve
 from luthier.hf.tiny import debug_config
 from luthier.parallel import checkpointing
@@ -161,6 +161,12 @@ def test_what_a_model_cannot_read_is_named(kind: str, ids: list[int], told: str)
     # The longest that fits does fit.
     if len(ids) > 3:
         forward_backward(state, Batch.pack([Sample.from_ids(ids[:-1], [1.0] * (len(ids) - 1))]))
+
+
+def test_a_row_that_transformers_would_not_read_back_is_not_trained() -> None:
+    with pytest.raises(ConfigError, match="sets the embedding of the padding token 1 to 0 whenever it reads Youtu"):
+        ready("debug:youtu", "fp32")
+    assert ready("debug:youtu", "fp32", LoraConfig(rank=4)).trainable
 
 
 def test_targets_that_are_not_trained_on_may_be_anything(models: dict[str, Path]) -> None:

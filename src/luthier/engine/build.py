@@ -28,6 +28,7 @@ from luthier.hf.anatomy import Anatomy, describe
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import let_mask_itself, masks_itself, packing_is_exact
 from luthier.hf.head import HeadInfo, linear_head
+from luthier.hf.initialise import row_reset_on_reading
 from luthier.hf.joined import joined_dims, stacked_dims
 from luthier.hf.limits import Limits, limits_of
 from luthier.hf.load import DTYPES, load_model, tie_on_meta
@@ -191,6 +192,19 @@ def _packing_fault(model: Any, outline: Any) -> str:
     return fault
 
 
+def _refuse_what_reading_resets(model: Any) -> None:
+    row = row_reset_on_reading(model)
+    if row is not None and model.get_input_embeddings().weight.requires_grad:
+        what = (
+            f"Transformers sets the embedding of the padding token {row} to 0 whenever it reads {type(model).__name__}"
+        )
+        raise ConfigError(
+            f"{what}, and what training makes of it would be lost",
+            where="model",
+            remedy="train adapters, or set pad_token_id to null in its config.json",
+        )
+
+
 class _Plan:
     """What happens to a model on meta, before its weights are read; `lay_out` is the order.
 
@@ -221,6 +235,7 @@ class _Plan:
         tied = set(model.all_tied_weights_keys)
         self.parameters = sum(p.numel() for name, p in model.named_parameters() if name not in tied)
         if self._moe is not None:
+            _refuse_what_reading_resets(model)
             self.auxiliary = Balance.coefficient_of(model, self._moe, adapted=adapter is not None)
         if self.mesh is not None:
             self.outline = copy.deepcopy(model)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from luthier.hf.shards import fill
+from luthier.hf.shards import fill, own_part
 
 
 def initialise(model: PreTrainedModel, seed: int) -> None:
@@ -49,6 +49,34 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
 
     with torch.no_grad(), torch.random.fork_rng(devices=sorted(i for i in devices if i is not None)):
         init.guard_torch_init_functions()(walk)(model, "", model, False, False)
+        _reset_as_reading_does(model)
+
+
+def _reset_as_reading_does(model: PreTrainedModel) -> None:
+    """Of a whole weight the class has done it already."""
+    row, weight = row_reset_on_reading(model), getattr(model.get_input_embeddings(), "weight", None)
+    if row is not None and isinstance(weight, DTensor):
+        kept = torch.ones(weight.shape[0], 1, dtype=weight.dtype, device=weight.device)
+        kept[row] = 0
+        weight.to_local().mul_(own_part(weight, kept.expand(weight.shape)))
+
+
+def row_reset_on_reading(model: PreTrainedModel) -> int | None:
+    """The token whose embedding the model's class sets to 0 whenever Transformers reads a checkpoint, whatever that
+    holds; None if there is none.
+
+    Initialisation leaves alone what is marked as read, but a class that writes to `weight.data[padding_idx]` goes past
+    the mark.
+    """
+    row = getattr(model.get_input_embeddings(), "padding_idx", None)
+    if row is None:
+        return None
+    read = nn.Embedding(row + 1, 1, padding_idx=row)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        read.weight.fill_(1.0)
+        read.weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        init.guard_torch_init_functions()(model._init_weights)(read)
+    return row if float(read.weight[row].detach().sum()) == 0.0 else None
 
 
 @contextmanager
