@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig as PeftLora
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
 
 from luthier.config import LoraConfig
 from luthier.hf.tiny import debug_config
@@ -57,6 +60,33 @@ def ends(layout: dict[str, int]) -> tuple[torch.Tensor, ...]:
 def test_random_weights_are_those_of_the_tied_pair(world: Any) -> None:
     for embedding, head in world(2).run(ends, {"dp_shard": 2}):
         assert torch.equal(embedding, head)
+
+
+def read_ends(path: Path, files: Path, layout: dict[str, int]) -> dict[str, torch.Tensor]:
+    model = ready(path, layout, precision="fp32", adapter=LoraConfig(start_from=str(files))).model
+    places = dict(model.named_parameters(remove_duplicate=False))
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    return {name: whole(places[name].detach()).clone() for name in names if name in places}
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_both_ends_that_peft_has_parted_are_read_apart(
+    world: Any, tied: Path, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    ends = ["embed_tokens", "lm_head"]
+    base = AutoModelForCausalLM.from_pretrained(tied)
+    peft = get_peft_model(base, PeftLora(r=2, target_modules=["q_proj"], modules_to_save=ends))
+    with torch.no_grad():
+        peft.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
+    peft.save_pretrained(tmp_path)
+    expected = {
+        "model.embed_tokens.weight": base.model.embed_tokens.modules_to_save["default"].weight.detach(),
+        "lm_head.weight": base.lm_head.modules_to_save["default"].weight.detach(),
+    }
+    assert not torch.equal(*expected.values())
+    for found in world(2).run(read_ends, tied, tmp_path, layout):
+        for name, value in found.items():
+            assert torch.equal(value, expected[name].to(value.dtype)), name
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])

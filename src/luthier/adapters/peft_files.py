@@ -18,7 +18,15 @@ from luthier.adapters import peft_experts
 from luthier.adapters.experts import Adapted, ExpertsAdapter, StackShape, adapted, stack_shape
 from luthier.adapters.layer import LoraSpec
 from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, PeftConfig, peft_config_json, read_peft_config
-from luthier.adapters.structure import attach_all, both_ends_trained, freeze, settle_ties, untie, wholly_trained
+from luthier.adapters.structure import (
+    attach_all,
+    both_ends_trained,
+    freeze,
+    part_when_cut,
+    settle_ties,
+    untie,
+    wholly_trained,
+)
 from luthier.errors import ModelError
 from luthier.hf.anatomy import describe
 from luthier.hf.experts import find_experts
@@ -210,6 +218,8 @@ def load_peft(
         raise ModelError("the model carries other adapters than these files hold", where=str(config.directory))
     if not any(parameter.is_meta for parameter in model.parameters()):
         _fill(model, config, weights)
+    elif _ends_differ(model, weights):
+        part_when_cut(model)
     freeze(model)
 
 
@@ -316,7 +326,8 @@ def _fill(model: Any, config: PeftConfig, weights: dict[str, Tensor]) -> None:
     where = str(config.directory)
     settle_ties(model)
     trained = wholly_trained(model)
-    _part_what_differs(model, weights)
+    if _ends_differ(model, weights):
+        untie(model)
     places = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     missing = [name for name in _kept(model, trained) if name not in weights]
     if missing:
@@ -342,8 +353,8 @@ def _kept(model: nn.Module, trained: tuple[str, ...]) -> list[str]:
     return [f"{name}.{key}" for name in trained for key in model.get_submodule(name).state_dict()]
 
 
-def _part_what_differs(model: Any, weights: dict[str, Tensor]) -> None:
-    """Untie what the files hold twice with different values."""
-    for target, source in dict(model.all_tied_weights_keys).items():
-        if target in weights and source in weights and not torch.equal(weights[target], weights[source]):
-            untie(model)
+def _ends_differ(model: Any, weights: dict[str, Tensor]) -> bool:
+    """Whether the files hold two ends of one tie, with different values."""
+    tied = dict(model.all_tied_weights_keys)
+    both = [(a, b) for a, b in tied.items() if a in weights and b in weights]
+    return any(not torch.equal(weights[a], weights[b]) for a, b in both)

@@ -83,6 +83,11 @@ def _ends_trained(model: nn.Module, anatomy: Anatomy) -> list[bool]:
     return [any(f"{end}.".startswith(f"{name}.") for name in wholly_trained(model)) for end in ends]
 
 
+def part_when_cut(model: Any) -> None:
+    """Let `part_on_meta` know that both ends of a tie will be given values, which differ."""
+    model.lora_ends_differ = True
+
+
 def part_on_meta(model: Any, anatomy: Anatomy) -> None:
     """Let go of a tie that cannot stand before the model is sharded: afterwards two weights in one shard stay one.
 
@@ -92,7 +97,8 @@ def part_on_meta(model: Any, anatomy: Anatomy) -> None:
         model: on meta, cut to what this rank has; nothing aliased yet.
         anatomy: of the whole model: a stage that lacks one of the two exports the same config.
     """
-    if not (anatomy.tied and trains_one_end(model, anatomy)):
+    differ = vars(model).pop("lora_ends_differ", False)
+    if not (anatomy.tied and (differ or trains_one_end(model, anatomy))):
         return
     ends = {f"{anatomy.head}.weight", f"{anatomy.embedding}.weight"}
     tied = model.all_tied_weights_keys
