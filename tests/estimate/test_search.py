@@ -111,8 +111,15 @@ def test_what_does_not_fit_is_said() -> None:
 def test_layouts_are_written_as_they_are_said(text: str) -> None:
     base = RunConfig.model_validate({"model": "debug:llama", "data": {}}).parallel
     assert Layout.resolve(parse_layout(text, base), 8) == Layout(dp_shard=2, tp=4)
-    with pytest.raises(ConfigError, match="is no layout"):
-        parse_layout("two by four", base)
+    for wrong, told in {
+        "two by four": "is no layout",
+        "tp 2 x tp 2": "has tp twice",
+        "dp_shard 0": "has dp_shard 0",
+        "tp -3": "has tp -3",
+        "dp_shard 999999999999": "has dp_shard 999999999999",
+    }.items():
+        with pytest.raises(ConfigError, match=told):
+            parse_layout(wrong, base)
 
 
 def test_clusters_are_presets_files_and_this_machine(tmp_path: Path) -> None:

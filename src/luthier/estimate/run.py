@@ -33,6 +33,7 @@ from luthier.parallel import rules
 from luthier.parallel.mesh import Layout
 from luthier.parallel.programs import PROGRAMS
 
+_MOST_RANKS = 1_000_000
 _TOKENS_A_GPU = 16384
 """Of a step, where a search is not told how many."""
 
@@ -180,12 +181,20 @@ def parse_layout(text: str, base: ParallelConfig) -> ParallelConfig:
         ConfigError: it is not of this form.
     """
     degrees: dict[str, int] = {"dp_replicate": 1, "dp_shard": -1, "tp": 1, "cp": 1, "pp": 1, "ep": 1}
+    named: set[str] = set()
     for part in re.split(r"\s*(?:,|\bx\b|×)\s*", text.strip()):
         match = re.fullmatch(r"(\w+)\s*[ =]\s*(-?\d+)", part)
         if match is None or match[1] not in degrees:
             remedy = f'write it as "dp_shard 2 x tp 2", with degrees of {", ".join(degrees)}'
             raise ConfigError(f"{text!r} is no layout", where="--layout", remedy=remedy)
-        degrees[match[1]] = int(match[2])
+        name, degree = match[1], int(match[2])
+        if name in named:
+            raise ConfigError(f"{text!r} has {name} twice", where="--layout", remedy="name each degree once")
+        if degree == 0 or not -1 <= degree <= _MOST_RANKS:
+            remedy = f"a degree is a number of ranks, up to {_MOST_RANKS:,}, or -1 for what is left"
+            raise ConfigError(f"{text!r} has {name} {degree}", where="--layout", remedy=remedy)
+        named.add(name)
+        degrees[name] = degree
     return ParallelConfig.model_validate(base.model_dump() | degrees)
 
 
