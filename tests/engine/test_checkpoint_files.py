@@ -150,7 +150,15 @@ def test_damage_is_named(tmp_path: Path) -> None:
     state = small_state(1)
     Checkpointer(tmp_path, asynchronous=False).save(state, {})
     [tensors] = (tmp_path / "step-000000" / "tensors").glob("*.safetensors")
-    tensors.write_bytes(tensors.read_bytes()[:100])
+    whole = tensors.read_bytes()
+    flipped = bytearray(whole)
+    flipped[-9] ^= 1  # one bit of one number
+    tensors.write_bytes(flipped)
+    with pytest.raises(CheckpointError, match=r"rank-00000.safetensors: its bytes are not those that were written; "):
+        Checkpointer(tmp_path).load(small_state(1), tmp_path / "step-000000")
+    tensors.write_bytes(whole)
+    Checkpointer(tmp_path).load(small_state(1), tmp_path / "step-000000")
+    tensors.write_bytes(whole[:100])
     with pytest.raises(CheckpointError, match="step-000000"):
         Checkpointer(tmp_path).load(small_state(1), tmp_path / "step-000000")
     (tmp_path / "step-000000" / "state.json").write_text("{")

@@ -272,7 +272,8 @@ class Checkpointer:
         with together(group):
             record = read_record(checkpoint)
             try:
-                stored = stored_tensors(checkpoint / _TENSORS)
+                rank, ranks = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
+                stored = stored_tensors(checkpoint / _TENSORS, rank, ranks)
             except CheckpointError as error:
                 raise CheckpointError(error.what, where=error.where, remedy=_USE_OLDER) from error
         tensors = tensors_of(state, self._trainable_only)

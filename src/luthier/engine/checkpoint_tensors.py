@@ -8,6 +8,7 @@ nothing in a checkpoint depends on the layout that it was written on.
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,9 @@ from luthier.hf.gather import blocks, coordinate_of, local_part, reshard
 from luthier.hf.routing import find_biases
 from luthier.hf.tensor_file import NAMES, Entry, TensorFile
 
+_CHECKSUM = ".checksum.json"
+"""Ending of the file beside each file of tensors."""
+_PIECE = 1 << 24
 _OFFSETS = "DCP_SHARDING_INFO"
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 Tensors = dict[str, torch.Tensor]
@@ -101,7 +105,7 @@ def blocks_to_write(tensors: Tensors, holders: Mapping[str, Sequence[int]], rank
 
 
 def write(parts: Sequence[Block], path: Path) -> None:
-    """Write this rank's file, flushed to the disk; a block at a time, so nothing is held twice."""
+    """Write this rank's file and its checksum, flushed to the disk; a block at a time, so nothing is held twice."""
     offsets = {part.key: {"saved_offsets": list(part.offsets)} for part in parts}
     metadata = {_OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0"}
     file = TensorFile(path, [Entry.of(part.key, part.values) for part in parts], metadata)
@@ -111,10 +115,39 @@ def write(parts: Sequence[Block], path: Path) -> None:
         file.close()
     finally:
         file.drop()
+    with path.with_suffix(_CHECKSUM).open("w", encoding="utf-8") as beside:
+        json.dump({"crc32": _checksum(path)}, beside)
+        beside.flush()
+        os.fsync(beside.fileno())
 
 
-def stored_tensors(directory: Path) -> dict[str, Stored]:
-    """What the files of a checkpoint hold, by name; only their headers are read.
+def _checksum(path: Path) -> int:
+    """CRC-32 of a file, read piece by piece."""
+    found = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            found = zlib.crc32(piece, found)
+    return found
+
+
+def _require_as_written(directory: Path, rank: int, ranks: int) -> None:
+    for path in sorted(directory.glob("*.safetensors"))[rank::ranks]:
+        try:
+            written = json.loads(path.with_suffix(_CHECKSUM).read_text(encoding="utf-8"))["crc32"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"its checksum cannot be read ({error})", where=str(path)) from error
+        if _checksum(path) != written:
+            raise CheckpointError("its bytes are not those that were written", where=str(path))
+
+
+def stored_tensors(directory: Path, rank: int, ranks: int) -> dict[str, Stored]:
+    """What the files of a checkpoint hold, by name, from their headers. The bytes of each file are compared with the
+    checksum that was taken when it was written, by one of the ranks.
+
+    Args:
+        directory: of the tensors.
+        rank: this one.
+        ranks: how many there are, all of which make the call.
 
     Raises:
         CheckpointError: a file is damaged, or there is none.
@@ -132,6 +165,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
             raise CheckpointError(f"tensors cannot be read ({error})", where=str(path)) from error
     if not found:
         raise CheckpointError("its tensors are missing", where=str(directory))
+    _require_as_written(directory, rank, ranks)
     return found
 
 
