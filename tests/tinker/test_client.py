@@ -299,6 +299,24 @@ def test_a_failure_that_nobody_saw_stops_the_step() -> None:
     assert not all(torch.equal(before[name], p) for name, p in client.state.trainable.items())
 
 
+def test_a_fault_in_the_middle_of_a_call_is_raised_at_once_and_stops_the_step() -> None:
+    client, data = client_of(), make_data(weights="weights")
+    client.forward_backward(data)
+
+    def fail(*_: Any) -> None:
+        raise OSError("no device")
+
+    handle = client.model.get_input_embeddings().register_forward_hook(fail)
+    with pytest.raises(OSError, match="no device"):
+        client.forward_backward(data)
+    handle.remove()
+    assert gradients(client) == {}
+    with pytest.raises(UserError, match="a call of forward_backward failed"):
+        client.optim_step().result()
+    client.forward_backward(data)
+    client.optim_step().result()
+
+
 def test_numbers_that_are_not_finite_change_nothing() -> None:
     client, data = client_of(), make_data(weights="weights")
     before = copy.deepcopy({name: p.detach() for name, p in client.state.trainable.items()})

@@ -29,7 +29,15 @@ import torch
 import torch.distributed as dist
 
 from luthier.engine import randomness
-from luthier.engine.checkpoint_tensors import Block, blocks_to_write, read, stored_tensors, tensors_of, write
+from luthier.engine.checkpoint_tensors import (
+    Block,
+    blocks_to_write,
+    read,
+    stored_tensors,
+    tensors_of,
+    write,
+    write_json,
+)
 from luthier.engine.state import Counters, TrainState
 from luthier.errors import CheckpointError, first_line
 from luthier.hf.together import Group, rank_in, tell, together, told_once
@@ -327,7 +335,7 @@ class Checkpointer:
                 (writing / _TENSORS).mkdir(exist_ok=True)
                 if parts:
                     write(parts, writing / _TENSORS / f"rank-{rank_in(group):05d}.safetensors")
-                _write_json(writing / random[0], random[1])
+                write_json(writing / random[0], random[1])
             with together(group):
                 if rank_in(group) == 0:
                     self._commit(writing, name, record)
@@ -335,7 +343,7 @@ class Checkpointer:
             self._failure = error
 
     def _commit(self, writing: Path, name: str, record: dict[str, Any]) -> None:
-        _write_json(writing / _RECORD, record)
+        write_json(writing / _RECORD, record)
         for directory in (writing / _TENSORS, writing):
             _sync_directory(directory)
         writing.rename(self.directory / name)
@@ -362,13 +370,6 @@ class Checkpointer:
 
 def _weights(named: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in named.items() if name.startswith("model.")}
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _optimizer_scalars(state: TrainState) -> dict[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,10 +116,15 @@ def write(parts: Sequence[Block], path: Path) -> None:
         file.close()
     finally:
         file.drop()
-    with path.with_suffix(_CHECKSUM).open("w", encoding="utf-8") as beside:
-        json.dump({"crc32": _checksum(path)}, beside)
-        beside.flush()
-        os.fsync(beside.fileno())
+    write_json(path.with_suffix(_CHECKSUM), {"crc32": _checksum(path)})
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a small file, flushed to the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _checksum(path: Path) -> int:

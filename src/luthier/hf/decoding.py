@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from luthier.errors import ModelError, first_line
 from luthier.hf.anatomy import backbone_name
 from luthier.hf.attention import takes_attention
+from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.slots import Prefix, Rows, SlotRows, run_backbone, taken
 from luthier.hf.small import Kind, kind_of, make_small
 
@@ -37,11 +38,11 @@ class _Text:
     cache: Any = None
 
 
-class WholeRows:
-    """`Rows` of which each is run again, all of it, for every token.
+class _Texts:
+    """What `Rows` have in common of which each is a text of its own.
 
     Args:
-        model: any causal language model.
+        model: a causal language model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -55,14 +56,22 @@ class WholeRows:
     def company(self, count: int) -> int:
         return self._most
 
+    def move(self, source: int, target: int) -> None:
+        self._rows[target] = self._rows.pop(source)
+
+
+class WholeRows(_Texts):
+    """`Rows` of which each is run again, all of it, for every token.
+
+    Args:
+        model: any causal language model.
+    """
+
     def read(self, tokens: Sequence[int]) -> Prefix:
         return Prefix(tuple(tokens), self._run(tokens), None)
 
     def place(self, row: int, prefix: Prefix) -> None:
         self._rows[row] = _Text(list(prefix.tokens))
-
-    def move(self, source: int, target: int) -> None:
-        self._rows[target] = self._rows.pop(source)
 
     def advance(self, tokens: Sequence[int]) -> Tensor:
         found = []
@@ -77,23 +86,12 @@ class WholeRows:
         return run_backbone(self._model, ids, positions, None)[0]
 
 
-class AloneRows:
+class AloneRows(_Texts):
     """`Rows` of which each has a cache of the model's own making.
 
     Args:
         model: a causal language model whose backbone gives back its cache.
     """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._rows: dict[int, _Text] = {}
-        self._most = 1
-
-    def settle(self, most: int) -> None:
-        self._most = most
-
-    def company(self, count: int) -> int:
-        return self._most
 
     def read(self, tokens: Sequence[int]) -> Prefix:
         hidden, cache = self._run(tokens, 0, {})
@@ -101,9 +99,6 @@ class AloneRows:
 
     def place(self, row: int, prefix: Prefix) -> None:
         self._rows[row] = _Text(list(prefix.tokens), copy.deepcopy(prefix.state))
-
-    def move(self, source: int, target: int) -> None:
-        self._rows[target] = self._rows.pop(source)
 
     def advance(self, tokens: Sequence[int]) -> Tensor:
         found = []
@@ -174,7 +169,7 @@ def _way_of(kind: Kind) -> str:
             continue
         try:
             fault = _fault(small, _WAYS[name])
-        except Exception as error:  # whatever an architecture raises when it is called so, it cannot be called so
+        except RAISED_BY_MODELS as error:  # it cannot be called so
             fault = first_line(error)
         if not fault:
             return name

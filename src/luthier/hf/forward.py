@@ -20,6 +20,7 @@ from luthier.hf.anatomy import backbone_name
 from luthier.hf.attention import takes_attention
 from luthier.hf.documents import documents
 from luthier.hf.head import head_logits
+from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.routing import counted
 
 _log = logging.getLogger(__name__)
@@ -96,14 +97,14 @@ def packing_is_exact(model: PreTrainedModel) -> tuple[bool, str]:
     try:
         try:
             return _try_packing(model, batch)
-        except Exception as error:  # an architecture that works on its masks itself may raise anything here
+        except RAISED_BY_MODELS as error:  # an architecture that works on its masks itself
             if not takes_attention(type(model)):
                 raise
             # perhaps Transformers tells documents apart by their positions
             _log.info("%s takes Transformers' own attention: %s", type(model).__name__, first_line(error))
             let_mask_itself(model)
             return _try_packing(model, batch)
-    except Exception as error:  # whatever an architecture raises on a packed row, it cannot be packed
+    except RAISED_BY_MODELS as error:  # it cannot be packed
         return False, f"its forward refuses a packed row ({first_line(error)})"
     finally:
         model.train(training)

@@ -29,6 +29,7 @@ from luthier.hf.anatomy import Anatomy, text_backbone
 from luthier.hf.documents import documents
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.quiet import quiet
+from luthier.hf.raised import RAISED_BY_MODELS
 
 _NAME = "luthier_outline"
 _aten = torch.ops.aten
@@ -91,7 +92,7 @@ def outline(
             return {
                 name: [_run(own.get_submodule(name), flows, *call) for call in calls] for name, flows in layers.items()
             }
-    except Exception as error:  # whatever an architecture asks of its arguments
+    except RAISED_BY_MODELS as error:  # it asks something else of its arguments
         _log.warning(
             "%s is estimated by its structure, since it does not run in outline: %s",
             type(model).__name__,

@@ -6,6 +6,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
+from luthier.hf.gather import local_part
+
 
 def own_part(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a parameter whose whole value is at hand.
@@ -27,5 +29,4 @@ def own_part(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """Give a parameter, sharded or not, the value `whole`; no communication, every rank has the whole value."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    local.copy_(own_part(parameter, whole))
+    local_part(parameter).copy_(own_part(parameter, whole))

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from luthier.errors import first_line
+from luthier.hf.raised import RAISED_BY_MODELS
 
 HIDDEN, LAYERS, MOST_LAYERS, VOCABULARY = 64, 2, 4, 498
 
@@ -150,7 +151,7 @@ def _fields(config: PreTrainedConfig, layers: int, grouped: bool) -> dict[str, A
 def _default(cls: type[PreTrainedConfig]) -> dict[str, Any]:
     try:
         return cls().to_dict()
-    except Exception as error:  # some classes have no default, and say so in ways of their own
+    except RAISED_BY_MODELS as error:  # some classes have no default
         _log.debug("%s has no default config: %s", cls.__name__, first_line(error))
         return {}
 

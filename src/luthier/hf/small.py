@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from luthier.errors import ModelError, first_line
 from luthier.hf.quiet import quiet
+from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.rotary import follow_documents
 from luthier.hf.shrink import LAYERS, shrink
 
@@ -65,7 +66,7 @@ def make_small(kind: Kind, *, layers: int = LAYERS) -> Any:
             config = shrink(kind.config, layers=layers)
             config._attn_implementation = kind.attention
             model: Any = kind.cls(config).float().eval()
-        except Exception as error:  # whatever the class says of sizes that do not fit one another
+        except RAISED_BY_MODELS as error:  # sizes that do not fit one another
             raise ModelError(f"no small model of its kind can be made to try it on ({first_line(error)})") from error
         with torch.no_grad():
             for parameter in model.parameters():

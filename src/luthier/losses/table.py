@@ -26,6 +26,10 @@ NO_TARGET = -100
 """Target of a position that predicts nothing."""
 
 
+Evaluate = Callable[[torch.Tensor, Fields, torch.Tensor, Settings], torch.Tensor]
+"""(log-probabilities, inputs by name, bounds of rows, settings) -> the sum."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """A loss by name.
@@ -42,7 +46,7 @@ class Loss:
     """
 
     name: str
-    value: Callable[[torch.Tensor, Fields, torch.Tensor, Settings], torch.Tensor]
+    value: Evaluate
     counts: Callable[[Fields], torch.Tensor]
     fields: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
@@ -120,6 +124,13 @@ _LOW, _HIGH, _MASK = "clip_low_threshold", "clip_high_threshold", "sequence_rati
 _SAMPLED, _ADVANTAGES = "logprobs", "advantages"
 
 
+def _by_ratio(function: Callable[..., torch.Tensor], *names: str) -> Evaluate:
+    """A loss of log-probabilities now, those of sampling, advantages and some settings."""
+    return lambda logprobs, fields, bounds, settings: function(
+        logprobs, fields[_SAMPLED], fields[_ADVANTAGES], *(settings[name] for name in names)
+    )
+
+
 def _with_advantage(fields: Fields) -> torch.Tensor:
     return fields[_ADVANTAGES] != 0
 
@@ -136,35 +147,27 @@ LOSSES: dict[str, Loss] = {
         ),
         Loss(
             "importance_sampling",
-            lambda logprobs, fields, bounds, settings: policy.importance_sampling(
-                logprobs, fields[_SAMPLED], fields[_ADVANTAGES]
-            ),
+            _by_ratio(policy.importance_sampling),
             _with_advantage,
             fields=(_SAMPLED, _ADVANTAGES),
         ),
         Loss(
             "ppo",
-            lambda logprobs, fields, bounds, settings: policy.ppo(
-                logprobs, fields[_SAMPLED], fields[_ADVANTAGES], settings[_LOW], settings[_HIGH]
-            ),
+            _by_ratio(policy.ppo, _LOW, _HIGH),
             _with_advantage,
             fields=(_SAMPLED, _ADVANTAGES),
             settings={_LOW: 0.8, _HIGH: 1.2},
         ),
         Loss(
             "cispo",
-            lambda logprobs, fields, bounds, settings: policy.cispo(
-                logprobs, fields[_SAMPLED], fields[_ADVANTAGES], settings[_LOW], settings[_HIGH]
-            ),
+            _by_ratio(policy.cispo, _LOW, _HIGH),
             _with_advantage,
             fields=(_SAMPLED, _ADVANTAGES),
             settings={_LOW: 0.0, _HIGH: 4.0},
         ),
         Loss(
             "dro",
-            lambda logprobs, fields, bounds, settings: policy.dro(
-                logprobs, fields[_SAMPLED], fields[_ADVANTAGES], settings["beta"]
-            ),
+            _by_ratio(policy.dro, "beta"),
             lambda fields: torch.ones_like(fields[_ADVANTAGES], dtype=torch.bool),
             fields=(_SAMPLED, _ADVANTAGES),
             settings={"beta": 0.05},

@@ -25,6 +25,7 @@ from luthier.errors import ModelError, first_line
 from luthier.hf.anatomy import describe
 from luthier.hf.forward import hidden_states
 from luthier.hf.quiet import quiet
+from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.small import Kind, kind_of, make_small
 from luthier.parallel.stages import TOKENS, WIDTH, Part, Roles, remove_others, run
 
@@ -128,7 +129,7 @@ def _watch(model: Any, batch: Batch) -> Roles:
             hidden_states(model, batch)
         except _Fault:
             raise
-        except Exception as error:  # whatever an architecture's code raises
+        except RAISED_BY_MODELS as error:
             raise _Fault(f"a small model of its kind does not run ({first_line(error)})") from error
     order = [name for name in watched.calls if name in layers]
     if order != list(layers):
@@ -233,7 +234,7 @@ def _try_cut(model: Any, unused: Any, roles: Roles, batch: Batch) -> None:
                     found[name] = found[name] + p.grad if name in found else p.grad
     except _Fault:
         raise
-    except Exception as error:  # as above
+    except RAISED_BY_MODELS as error:
         raise _Fault(f"a layer cannot run without the others ({first_line(error)})") from error
     same = found.keys() == expected.keys() and _close(runs[-1][2], whole)
     if not same or not all(_close(found[name], expected[name]) for name in expected):

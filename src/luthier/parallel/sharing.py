@@ -30,6 +30,7 @@ from luthier.hf.anatomy import backbone_name, describe
 from luthier.hf.attention import NAME
 from luthier.hf.documents import Exchange, active_documents, documents, row_tokens
 from luthier.hf.forward import hidden_states, packing_is_exact
+from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.small import Kind, kind_of, make_small
 
 Manner = Literal["heads", "modules"]
@@ -193,7 +194,7 @@ def _try(model: Any, manner: Manner, lengths: tuple[int, ...]) -> str | None:
             found = hidden_states(model, _places(row, order))[order.argsort()]
         with _shared(model, _Half(), manner):  # for its shapes alone
             hidden_states(model, _places(row, torch.arange(row.tokens // 2)))
-    except Exception as error:  # whatever an architecture's code raises on what is no whole row
+    except RAISED_BY_MODELS as error:
         return f"its forward refuses a part of a row ({first_line(error)})"
     off = float((found[: alone.tokens] - expected).abs().max() / expected.abs().max())
     if not off <= _TOLERANCE:

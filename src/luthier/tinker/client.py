@@ -87,7 +87,7 @@ class LocalTrainingClient:
         self._gradients = Gradients(self.state.trainable.values())
         self._live = SamplingClient(self.model, self._tokenizer_if_any)
         self._loss = 0.0
-        self._failure: BaseException | None = None
+        self._is_broken = False
         self._calls: list[APIFuture[ForwardBackwardOutput]] = []
         names = {parameter: name for name, parameter in self.state.model.named_parameters()}
         for group in self.state.optimizer.param_groups:
@@ -247,6 +247,7 @@ class LocalTrainingClient:
         rows = read_rows(data, loss, self._vocabulary)
         is_mean = loss.soft and not rows[0].has_weights
         valid = sum(int((row.targets != NO_TOKEN).sum()) for row in rows)
+        done = False
         try:
             if not is_mean:
                 self._gradients.take("sum")
@@ -263,10 +264,11 @@ class LocalTrainingClient:
             own = own_loss(loss, settings, soft=any(row.targets.dim() == 2 for row in rows))
             found = forward_backward_all(self.state, batches.batches, own, all_logprobs=True)
             output = output_of(rows, loss, settings, batches.by_row([part.logprobs for part in found]))
-        except Exception as error:
-            self._gradients.clear()
-            self._loss, self._failure = 0.0, error
-            raise
+            done = True
+        finally:
+            if not done:  # parts of a sum are no gradient of anything
+                self._gradients.clear()
+                self._loss, self._is_broken = 0.0, True
         self._loss += output.loss
         self.state.counters.rows += len(rows)
         self.state.counters.tokens += sum(len(row.tokens) for row in rows)
@@ -306,11 +308,12 @@ class LocalTrainingClient:
         _refuse_merged(self.model)
         adam = AdamParams.read(given)
         unseen = next((call.unseen_failure for call in self._calls if call.unseen_failure is not None), None)
-        failure, self._failure, self._calls = self._failure or unseen, None, []
-        if failure is not None:
+        broken, self._is_broken, self._calls = self._is_broken, False, []
+        if broken or unseen is not None:
             self._gradients.clear()
             self._loss = 0.0
-            what = f"a call of forward_backward failed ({first_line(failure)}), so this step is not taken"
+            why = first_line(unseen) if unseen is not None else "in the middle of it"
+            what = f"a call of forward_backward failed ({why}), so this step is not taken"
             raise UserError(what, where="optim_step", remedy="mend the call and send the whole step again")
         for group in self.state.optimizer.param_groups:
             group["initial_lr"] = adam.learning_rate
@@ -344,7 +347,7 @@ class LocalTrainingClient:
         path = self._path(given)
         saved.load(self.state, path, optimizer=optimizer)
         self._gradients.clear()
-        self._loss, self._failure, self._calls = 0.0, None, []
+        self._loss, self._is_broken, self._calls = 0.0, False, []
         return LoadWeightsResponse(str(path))
 
     def _path(self, name: str | Path) -> Path:

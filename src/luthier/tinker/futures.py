@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+from luthier.errors import UserError
+
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
@@ -16,7 +18,7 @@ class APIFuture(Generic[Result]):
     """What a call returns: `.result()`, or `await`.
 
     Args:
-        work: is done now; what it raises, `result` raises.
+        work: is done now. A `UserError` of it is raised by `result`; any other error at once.
     """
 
     def __init__(self, work: Callable[[], Result]) -> None:
@@ -24,13 +26,15 @@ class APIFuture(Generic[Result]):
         self._asked = False
         try:
             self._future.set_result(work())
-        except Exception as error:
+        except UserError as error:
             self._future.set_exception(error)
 
     @property
     def unseen_failure(self) -> BaseException | None:
         """What went wrong, as long as nobody asked."""
-        return None if self._asked else self._future.exception()
+        if self._asked or not self._future.done():  # it is not done where another error has left the call
+            return None
+        return self._future.exception()
 
     def result(self, timeout: float | None = None) -> Result:
         """What the call found.

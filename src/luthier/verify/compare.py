@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from luthier.hf.gather import local_part
 from luthier.hf.shards import own_part
 
 _T = TypeVar("_T")
@@ -39,11 +39,6 @@ class Difference:
     tensors: int
     missing: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
-
-
-def local(value: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def compare(
@@ -74,7 +69,7 @@ def compare(
             continue
         parameter, value = held[name]
         expected = own_part(parameter, reference[name])
-        mine = local(value).cpu()
+        mine = local_part(value).cpu()
         assert mine.shape == expected.shape, f"{name} is {tuple(mine.shape)} beside {tuple(expected.shape)}"
         found[2, index] = 1
         if mine.numel():
@@ -103,7 +98,7 @@ def copies_agree(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     told = {}
     for name, parameter in parameters.items():
         elements = torch.arange(parameter.numel()).reshape(parameter.shape)
-        told[name] = (_digest(own_part(parameter, elements)), _digest(local(parameter.detach()).cpu()))
+        told[name] = (_digest(own_part(parameter, elements)), _digest(local_part(parameter).cpu()))
     parts: dict[tuple[str, str], set[str]] = {}
     for of_rank in _gathered(told):
         for name, (part, bits) in of_rank.items():

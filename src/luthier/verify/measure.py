@@ -20,11 +20,12 @@ from luthier.config import LoraConfig, ParallelConfig
 from luthier.config.sections import SGDConfig
 from luthier.engine.build import build_state
 from luthier.engine.step import forward_backward_all, optim_step
+from luthier.hf.gather import local_part
 from luthier.hf.save import save_model
 from luthier.hf.source import ModelSource, resolve
 from luthier.parallel.mesh import Layout, Mesh
 from luthier.parallel.norm import settle
-from luthier.verify.compare import Difference, compare, copies_agree, local
+from luthier.verify.compare import Difference, compare, copies_agree
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16"}
 
@@ -199,7 +200,7 @@ class Subject:
                 continue
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             # a weight that takes no part has no gradient there, and none or zeros here
-            if name in reference or bool(local(gradient).any()):
+            if name in reference or bool(local_part(gradient).any()):
                 held[name] = (parameter, gradient)
         return compare(held, reference, negligible=negligible, everywhere=self.mesh is not None)
 
