@@ -87,7 +87,7 @@ class LocalTrainingClient:
         self._gradients = Gradients(self.state.trainable.values())
         self._live = SamplingClient(self.model, self._tokenizer_if_any)
         self._loss = 0.0
-        self._is_broken = False
+        self._refusal: str | None = None
         self._calls: list[APIFuture[ForwardBackwardOutput]] = []
         names = {parameter: name for name, parameter in self.state.model.named_parameters()}
         for group in self.state.optimizer.param_groups:
@@ -222,6 +222,10 @@ class LocalTrainingClient:
         """Read all that `save_state` wrote: training goes on as if it had never stopped."""
         return APIFuture(lambda: self._load(path, optimizer=True))
 
+    def refuse_step(self, why: str) -> None:
+        """Let the next `optim_step` refuse and drop what was added up: a call that belongs to it failed elsewhere."""
+        self._refusal = why
+
     def _counted(self, work: Callable[[], ForwardBackwardOutput]) -> APIFuture[ForwardBackwardOutput]:
         """A call whose failure the next optimizer step must not pass over."""
         self._calls.append(APIFuture(work))
@@ -268,7 +272,7 @@ class LocalTrainingClient:
         finally:
             if not done:  # parts of a sum are no gradient of anything
                 self._gradients.clear()
-                self._loss, self._is_broken = 0.0, True
+                self._loss, self._refusal = 0.0, "in the middle of it"
         self._loss += output.loss
         self.state.counters.rows += len(rows)
         self.state.counters.tokens += sum(len(row.tokens) for row in rows)
@@ -308,11 +312,11 @@ class LocalTrainingClient:
         _refuse_merged(self.model)
         adam = AdamParams.read(given)
         unseen = next((call.unseen_failure for call in self._calls if call.unseen_failure is not None), None)
-        broken, self._is_broken, self._calls = self._is_broken, False, []
-        if broken or unseen is not None:
+        why, self._refusal, self._calls = self._refusal, None, []
+        if why is not None or unseen is not None:
             self._gradients.clear()
             self._loss = 0.0
-            why = first_line(unseen) if unseen is not None else "in the middle of it"
+            why = first_line(unseen) if unseen is not None else why
             what = f"a call of forward_backward failed ({why}), so this step is not taken"
             raise UserError(what, where="optim_step", remedy="mend the call and send the whole step again")
         for group in self.state.optimizer.param_groups:
@@ -347,7 +351,7 @@ class LocalTrainingClient:
         path = self._path(given)
         saved.load(self.state, path, optimizer=optimizer)
         self._gradients.clear()
-        self._loss, self._is_broken, self._calls = 0.0, False, []
+        self._loss, self._refusal, self._calls = 0.0, None, []
         return LoadWeightsResponse(str(path))
 
     def _path(self, name: str | Path) -> Path:
