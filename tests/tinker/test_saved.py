@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from luthier.errors import CheckpointError, UserError
-from luthier.tinker import AdamParams, LocalTrainingClient, LoraConfig, apply_lora
-from tests.adapters.models import tiny
+from luthier.tinker import AdamParams, LocalTrainingClient, LoraConfig, apply_lora, saved
+from tests.adapters.models import PEFT_WARNINGS, tiny
 from tests.tinker.models import make_data
+
+pytestmark = [*PEFT_WARNINGS, pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning")]
 
 
 def fresh(kind: str = "gpt2", rank: int = 4, directory: Path | None = None) -> LocalTrainingClient:
@@ -85,3 +87,42 @@ def test_states_of_something_else_are_refused(tmp_path: Path) -> None:
         fresh().load_state(tmp_path / "b").result()
     with pytest.raises(UserError, match="ttl_seconds: 0 is no number of seconds above 0"):
         fresh().save_state("x", ttl_seconds=0).result()
+
+
+@torch.no_grad()
+def test_weights_for_sampling_are_pefts_files_and_read_over_the_same_base_alone(tmp_path: Path) -> None:
+    """Oracle: PEFT opens them; ours gives the logits of the model in training, which stays as it is."""
+    import peft
+
+    client, ids = fresh(), torch.arange(3, 12)[None]
+    with torch.enable_grad():
+        train(client, range(1))
+    before = weights(client)
+    saved.save_for_sampler(client.state, tmp_path / "a", user_metadata={"note": "mine"})
+    exact = client.model(input_ids=ids, use_cache=False).logits
+    ours = saved.load_for_sampler(client.model, tmp_path / "a")
+    assert torch.equal(ours(input_ids=ids, use_cache=False).logits, exact)
+    assert ours.transformer.wte.weight is client.model.transformer.wte.weight
+    theirs = peft.PeftModel.from_pretrained(tiny("gpt2", torch.float32), tmp_path / "a")
+    assert torch.allclose(theirs(input_ids=ids, use_cache=False).logits, exact, atol=1e-5)
+    with torch.enable_grad():
+        train(client, range(1, 2))
+    assert torch.equal(ours(input_ids=ids, use_cache=False).logits, exact)
+    assert not same(weights(client), before)
+    assert '"user_metadata.note": "mine"' in (tmp_path / "a" / "luthier_export.json").read_text()
+    with pytest.raises(CheckpointError, match="it is there already; choose another name"):
+        saved.save_for_sampler(client.state, tmp_path / "a")
+    with pytest.raises(CheckpointError, match="base model was"):
+        saved.load_for_sampler(fresh("gpt2-untied").model, tmp_path / "a")
+    with pytest.raises(CheckpointError, match="it holds no weights for sampling"):
+        saved.load_for_sampler(client.model, tmp_path)
+
+
+@torch.no_grad()
+def test_weights_for_sampling_of_a_model_that_trains_whole_are_the_whole_model(tmp_path: Path) -> None:
+    client, ids = LocalTrainingClient(tiny("llama", torch.float32)), torch.arange(3, 12)[None]
+    saved.save_for_sampler(client.state, tmp_path / "a")
+    whole = saved.load_for_sampler(client.model, tmp_path / "a")
+    assert torch.equal(
+        whole(input_ids=ids, use_cache=False).logits, client.model(input_ids=ids, use_cache=False).logits
+    )

@@ -46,9 +46,15 @@ def beside(model: Any) -> Any:
     """A second model over the very same base weights, without adapters: what each adapts and trains is its own.
 
     Args:
-        model: a Transformers model, adapters in place or not, no base weight of which trains.
+        model: a Transformers model, adapters in place or not. Of modules that it trains whole the second model gets
+            copies.
     """
-    shared = [tensor for name, tensor in model.named_parameters() if not is_adapter_weight(name)]
+    trained = tuple(f"{name}." for name in wholly_trained(model))
+    shared = [
+        tensor
+        for name, tensor in model.named_parameters()
+        if not is_adapter_weight(name) and not name.startswith(trained)
+    ]
     memo = {id(tensor): tensor for tensor in [*shared, *model.buffers()]}
     other = copy.deepcopy(model, memo)
     for module in list(other.modules()):
@@ -56,6 +62,7 @@ def beside(model: Any) -> Any:
             detach(module)
         elif isinstance(module, LoraExperts):
             detach_experts(module)
+    vars(other).pop("lora_trained", None)
     return other
 
 
