@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from luthier.adapters import apply_lora, beside
 from luthier.config import LoraConfig
 from luthier.engine.build import build_network
 from luthier.errors import ConfigError, DataError, NonFiniteError
@@ -173,6 +174,84 @@ def test_the_model_is_left_as_it_was() -> None:
     for one, other in zip(before[0], after[0], strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
+
+
+def beside_with(model: Any, seed: int, **how: Any) -> Any:
+    """A model over the same base with adapters of its own that say something."""
+    other = beside(model)
+    apply_lora(other, LoraConfig(**how))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if ".lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return other
+
+
+SHAPES = [
+    {"rank": 4, "alpha": 8, "target": ["all-linear"]},
+    {"rank": 3, "alpha": 9, "target": ["attn"]},
+    {"rank": 8, "alpha": 8, "target": ["mlp", "unembed"]},
+]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("kind", "precision"), [("llama", "fp32"), ("gemma2", "bf16"), ("mixtral", "fp32")])
+def test_adapters_side_by_side_are_each_alone(kind: str, precision: str) -> None:
+    base = load_model(resolve(f"debug:{kind}"), dtype=precision).requires_grad_(False)
+    models = {f"a{number}": beside_with(base, number, **how) for number, how in enumerate(SHAPES)}
+    owners = [None, *models]
+    requests = [replace(request, adapter=owners[number % 4]) for number, request in enumerate(MIXED * 2)]
+    alone = []
+    for request in requests:
+        model = base if request.adapter is None else models[request.adapter]
+        alone += SamplingEngine(model, slots=9).sample([replace(request, adapter=None)])
+    engine = SamplingEngine(base, slots=9)
+    for name in ("a0", "a1"):
+        engine.add(name, models[name])
+    numbers = []
+    for request in sorted(requests, key=lambda request: request.adapter == "a2"):
+        if request.adapter == "a2" and "a2" not in engine.adapters:
+            engine.add("a2", models["a2"])
+            engine.remove("a1")  # what grows and waits goes on
+        numbers.append(engine.submit(request))
+        engine.step()
+    while engine.busy:
+        engine.step()
+    order = sorted(range(len(requests)), key=lambda number: requests[number].adapter == "a2")
+    assert [engine.result(number) for number in numbers] == [alone[number] for number in order]
+    greedy_one = greedy(RAGGED[1], adapter="a2")
+    result = engine.sample([greedy_one])[0]
+    logprobs = full_logprobs(models["a2"], [*RAGGED[1], *result.tokens])[-NEW:]
+    if precision == "fp32":
+        torch.testing.assert_close(torch.tensor(result.logprobs), logprobs.amax(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_come_and_go_by_name() -> None:
+    base = load_model(resolve("debug:llama"), dtype="fp32").requires_grad_(False)
+    engine = SamplingEngine(base, slots=4)
+    adapter = beside_with(base, 0, **SHAPES[0])
+    engine.add("first", adapter)
+    with pytest.raises(ConfigError, match="there is an adapter 'first' already"):
+        engine.add("first", adapter)
+    with pytest.raises(ConfigError, match=r"no adapter 'fist'.*did you mean 'first'"):
+        engine.submit(greedy(RAGGED[0], adapter="fist"))
+    with pytest.raises(ConfigError, match="no adapter 'second'"):
+        engine.remove("second")
+    tokens = engine.sample([greedy(RAGGED[0], adapter="first")])[0].tokens
+    assert tokens != engine.sample([greedy(RAGGED[0])])[0].tokens
+    with torch.no_grad():
+        for name, parameter in adapter.named_parameters():
+            if ".lora_B" in name:
+                parameter.fill_(float("nan"))
+    good, bad = engine.submit(greedy(RAGGED[1])), engine.submit(greedy(RAGGED[0], adapter="first"))
+    while engine.busy:
+        engine.step()
+    with pytest.raises(NonFiniteError):
+        engine.result(bad)
+    assert len(engine.result(good).tokens) == NEW
+    engine.remove("first")
+    assert engine.adapters == []
 
 
 def test_stops() -> None:

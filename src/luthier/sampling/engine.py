@@ -1,84 +1,36 @@
 """Continuous batching: many texts grow side by side on one model, and a new one joins whenever there is room.
 
 The model is the one that is being trained, adapters in place, and the next token is sampled from what its weights are
-then. Between two calls it is as its owner left it: mode, gradients, attention.
+then. Other adapters over the same base can be added and removed while texts grow, and each request names one. Between
+two calls every model is as its owner left it: mode, gradients, attention.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
-from luthier.errors import ConfigError, DataError, ModelError, NonFiniteError
-from luthier.hf.decoding import rows_of
-from luthier.hf.head import head_logits
-from luthier.hf.limits import limits_of
-from luthier.hf.slots import Prefix, padded
-from luthier.sampling.choose import Choice, choose, of_prompt, uniform
-from luthier.sampling.packed import PackedLinears
-from luthier.sampling.request import SamplingRequest, SamplingResult, TopTokens
+from luthier.config.suggest import nearest
+from luthier.errors import ConfigError, DataError
+from luthier.sampling.lane import Lane
+from luthier.sampling.packed import Copies
+from luthier.sampling.request import SamplingRequest, SamplingResult
 from luthier.sampling.stopping import StopStrings
+from luthier.sampling.text import Text
 
 SLOTS = 32
 """Texts that grow side by side."""
-_CHUNK = 64
-"""Positions of a prompt whose logits are made at a time."""
-
-
-@dataclass(slots=True)
-class _Text:
-    """A text that grows.
-
-    Attributes:
-        number: of its request.
-        request: what was asked.
-        seed: decides about its tokens.
-        stops: ids that end it.
-        strings: strings that end it.
-        room: how many tokens there may be.
-        key: what it has in common with those that can share the prompt once it is read.
-        result: what there is of it.
-        done: nothing is to come.
-    """
-
-    number: int
-    request: SamplingRequest
-    seed: int
-    stops: frozenset[int]
-    strings: StopStrings | None
-    room: int
-    key: tuple[tuple[int, ...], bool]
-    result: SamplingResult = field(default_factory=lambda: SamplingResult([], [], "length"))
-    done: bool = False
-
-    def append(self, choice: Choice) -> None:
-        """Take a token."""
-        result = self.result
-        result.tokens.append(choice.token)
-        result.logprobs.append(choice.logprob)
-        if result.topk is not None:
-            result.topk.append(choice.top)
-        if choice.token in self.stops or (self.strings is not None and self.strings.met(result.tokens)):
-            result.stop_reason, self.done = "stop", True
-        self.done = self.done or len(result.tokens) >= self.room
 
 
 class SamplingEngine:
-    """Samples from a model that stays its owner's.
+    """Samples from a model that stays its owner's, and from other adapters over its base.
 
     The tokens of a request with a seed, and their log-probabilities, are the same to the bit whatever else the engine
-    is doing, in an engine of as many slots and a process of one thread (of several, the one that works on a row of
-    attention may change its last bit in fp32). Not for use while another thread runs the model.
+    is doing, other adapters included, in an engine of as many slots and a process of one thread (of several, the one
+    that works on a row of attention may change its last bit in fp32). Not for use while another thread runs the model.
 
     Args:
         model: a causal language model of Transformers, whole, adapters in place; make another engine when layers are
@@ -101,31 +53,51 @@ class SamplingEngine:
         slots: int = SLOTS,
         seed: int | None = None,
     ) -> None:
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            remedy = "sample in one process, from an export or the saved adapters"
-            raise ModelError(
-                "its weights lie on several ranks, each of which has a part", where="sampling", remedy=remedy
-            )
-        self._model = model
+        self._copies = Copies()
+        self._lanes: dict[str | None, Lane] = {None: Lane(model, slots, self._copies)}
         self._tokenizer = tokenizer
         self._stops = frozenset(_ends_of(model, tokenizer) if stop_token_ids is None else stop_token_ids)
         self._slots = slots
-        self._limits = limits_of(model)
         self._seeds = random.Random(seed)
-        self._rows = rows_of(model)
-        self._packed = PackedLinears(model)
-        self._settled = False
         self._numbers = itertools.count()
-        self._waiting: deque[_Text] = deque()
-        self._active: list[_Text] = []
-        self._ended: dict[int, SamplingResult] = {}
-        self._read: dict[tuple[tuple[int, ...], bool], Prefix] = {}
-        self._stamp: tuple[tuple[int, int], ...] = ()
+        self._waiting: deque[tuple[Lane, Text]] = deque()
+        self._running: list[Lane] = []
+        self._ended: dict[int, Text] = {}
 
     @property
     def busy(self) -> bool:
         """Whether a text is growing or waiting to."""
-        return bool(self._waiting or self._active)
+        return bool(self._waiting or self._running)
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names that requests may give."""
+        return [name for name in self._lanes if name is not None]
+
+    def add(self, name: str, model: Any) -> None:
+        """Let requests name an adapter from now on; texts that grow are not touched.
+
+        Args:
+            name: not in use.
+            model: a model that carries the adapter, in training or not, over the base weights of the engine's own
+                (`adapters.beside`, `tinker.sampler.snapshot`); it is read at each step, as the engine's own is.
+
+        Raises:
+            ConfigError: the name is in use.
+            ModelError: the model's weights lie on several ranks.
+        """
+        if name in self._lanes:
+            raise ConfigError(f"there is an adapter {name!r} already", where="adapter", remedy="remove it first")
+        self._lanes[name] = Lane(model, self._slots, self._copies)
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter. Its texts that wait or grow go on to their end; its memory is free when they are there.
+
+        Raises:
+            ConfigError: there is no adapter of this name.
+        """
+        self._lane(name)
+        del self._lanes[name]
 
     def submit(self, request: SamplingRequest) -> int:
         """Let a request join, now or when there is a slot.
@@ -134,13 +106,14 @@ class SamplingEngine:
             its number.
 
         Raises:
-            ConfigError: stop strings without a tokenizer, or an empty one.
+            ConfigError: an adapter that is not there; stop strings without a tokenizer, or an empty one.
             DataError: the prompt has a token that the model does not know, or is too long for it.
         """
-        ids, positions = list(request.prompt), self._limits.positions
-        if min(ids) < 0 or max(ids) >= self._limits.vocabulary:
-            outside = next(token for token in ids if not 0 <= token < self._limits.vocabulary)
-            what = f"token {outside} is not among the model's {self._limits.vocabulary:,}"
+        lane = self._lane(request.adapter)
+        ids, positions = list(request.prompt), lane.limits.positions
+        if min(ids) < 0 or max(ids) >= lane.limits.vocabulary:
+            outside = next(token for token in ids if not 0 <= token < lane.limits.vocabulary)
+            what = f"token {outside} is not among the model's {lane.limits.vocabulary:,}"
             raise DataError(what, where="prompt", remedy="use the model's own tokenizer")
         room = request.max_tokens
         if positions is not None:
@@ -154,7 +127,7 @@ class SamplingEngine:
             raise ConfigError(what, where="stop", remedy="give stop token ids")
         seed = self._seeds.getrandbits(63) if request.seed is None else request.seed
         stops = request.stop_ids
-        text = _Text(
+        text = Text(
             next(self._numbers),
             request,
             seed,
@@ -164,46 +137,68 @@ class SamplingEngine:
             (tuple(ids), request.max_tokens > 1),
         )
         text.result.topk = [] if request.topk_logprobs else None
-        self._waiting.append(text)
+        self._waiting.append((lane, text))
         return text.number
 
     def cancel(self, number: int) -> None:
         """Forget a request, whatever has become of it."""
         self._ended.pop(number, None)
-        self._waiting = deque(text for text in self._waiting if text.number != number)
-        for row, text in enumerate(self._active):
-            if text.number == number:
-                self._leave(row)
-                break
+        self._waiting = deque(pair for pair in self._waiting if pair[1].number != number)
+        for lane in self._running:
+            row = next((row for row, text in enumerate(lane.active) if text.number == number), None)
+            if row is not None:
+                lane.leave(row)
+        self._let_rest()
 
     def tokens(self, number: int) -> list[int]:
         """What a request that has not ended has become so far."""
-        return next((list(text.result.tokens) for text in self._active if text.number == number), [])
+        growing = (text for lane in self._running for text in lane.active)
+        return next((list(text.result.tokens) for text in growing if text.number == number), [])
 
     def result(self, number: int) -> SamplingResult:
-        """What became of a request that has ended; told once."""
-        return self._ended.pop(number)
+        """What became of a request that has ended; told once.
+
+        Raises:
+            NonFiniteError: the logits of its model became NaN or infinite; the texts of others go on.
+        """
+        text = self._ended.pop(number)
+        if text.fault is not None:
+            raise text.fault
+        return text.result
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[SamplingResult]:
         """Submit requests and run until they have ended.
 
         Returns:
             their results, in their order.
+
+        Raises:
+            NonFiniteError: as of `result`; the others of these requests are forgotten.
         """
-        numbers = [self.submit(request) for request in requests]
-        while not all(number in self._ended for number in numbers):
-            self.step()
-        return [self.result(number) for number in numbers]
+        numbers: list[int] = []
+        try:
+            numbers += [self.submit(request) for request in requests]
+            while not all(number in self._ended for number in numbers):
+                self.step()
+            return [self.result(number) for number in numbers]
+        finally:
+            for number in numbers:
+                self.cancel(number)
 
     def stream(self, request: SamplingRequest) -> Iterator[int]:
-        """The tokens of one request as they come; the others go on meanwhile. Who stops reading cancels it."""
+        """The tokens of one request as they come; the others go on meanwhile. Who stops reading cancels it.
+
+        Raises:
+            NonFiniteError: as of `result`.
+        """
         number, told = self.submit(request), 0
         try:
             while number not in self._ended:
                 self.step()
-                tokens = self._ended[number].tokens if number in self._ended else self.tokens(number)
+                tokens = self._ended[number].result.tokens if number in self._ended else self.tokens(number)
                 yield from tokens[told:]
                 told = len(tokens)
+            self.result(number)
         finally:
             self.cancel(number)
 
@@ -211,110 +206,37 @@ class SamplingEngine:
         """Let those who wait join as far as there are slots, and all texts grow by a token.
 
         Returns:
-            the numbers of the requests that have ended.
-
-        Raises:
-            NonFiniteError: the model's logits are NaN or infinite; every request is forgotten.
+            the numbers of the requests that have ended, well or not.
         """
-        before = set(self._ended)
-        with self._undisturbed(), torch.no_grad():
-            self._forget_old_weights()
-            grown = list(self._active)
-            while self._waiting and len(self._active) < self._slots:
-                text = self._waiting.popleft()
-                # who reads the prompt alone is not worth a copy of the weights
-                with self._packed.used() if text.request.max_tokens > 1 else nullcontext():
-                    self._join(text)
-            if grown:
-                with self._packed.used():
-                    self._grow(grown)
-        if not self.busy:
-            self._read.clear()
-            self._packed.give_up()
-        return [number for number in self._ended if number not in before]
+        for lane in {id(lane): lane for lane in [*self._running, *(lane for lane, _ in self._waiting)]}.values():
+            lane.forget_old_weights()
+        grown = [(lane, len(lane.active)) for lane in self._running if lane.active]
+        ended: list[Text] = []
+        while self._waiting and sum(len(lane.active) for lane in self._running) < self._slots:
+            lane, text = self._waiting.popleft()
+            if lane not in self._running:
+                self._running.append(lane)
+            lane.join(text, (other for where, other in self._waiting if where is lane))
+            ended += [text] if text.done else []
+        for lane, count in grown:
+            ended += lane.grow(count)
+        self._ended |= {text.number: text for text in ended}
+        self._let_rest()
+        return [text.number for text in ended]
 
-    def _join(self, text: _Text) -> None:
-        """Read a text's prompt, unless it has been for another sample of it, and sample its first token."""
-        request = text.request
-        prefix = self._read.pop(text.key, None) or self._rows.read(text.key[0])
-        if any(other.key == text.key for other in self._waiting):
-            self._read[text.key] = prefix
-        if request.prompt_logprobs or request.topk_prompt_logprobs:
-            self._tell_prompt(text, prefix)
-        if text.room > 0:
-            self._take([text], head_logits(self._model, prefix.hidden[-1:]))
-        if text.done or text.room == 0:
-            self._ended[text.number] = text.result
-            return
-        self._rows.place(len(self._active), prefix)
-        self._active.append(text)
+    def _lane(self, name: str | None) -> Lane:
+        if name in self._lanes:
+            return self._lanes[name]
+        close = nearest(str(name), self.adapters)
+        remedy = f"did you mean {close!r}?" if close else "add it first"
+        raise ConfigError(f"there is no adapter {name!r}", where="adapter", remedy=remedy)
 
-    def _grow(self, grown: list[_Text]) -> None:
-        """Let texts grow by a token; they are the first rows."""
-        if not self._settled:
-            self._rows.settle(self._slots)
-            self._settled = True
-        hidden = self._rows.advance([text.result.tokens[-1] for text in grown])
-        size = self._rows.company(len(grown))
-        parts = [hidden[start : start + size] for start in range(0, len(hidden), size)]
-        logits = [head_logits(self._model, padded(part, size))[: len(part)] for part in parts]
-        self._take(grown, torch.cat(logits))
-        for row in reversed(range(len(grown))):
-            if grown[row].done:
-                self._ended[grown[row].number] = grown[row].result
-                self._leave(row)
-
-    def _leave(self, row: int) -> None:
-        """Take a text out; the last one gets its row, so that rows stand close."""
-        last = self._active.pop()
-        if row < len(self._active):
-            self._rows.move(len(self._active), row)
-            self._active[row] = last
-
-    def _take(self, texts: Sequence[_Text], logits: Tensor) -> None:
-        """Sample a token for each text."""
-        steps = [uniform(text.seed, len(text.result.tokens)) for text in texts]
-        choices = choose(logits, [text.request for text in texts], steps)
-        if not all(math.isfinite(choice.logprob) for choice in choices):
-            self._waiting.clear()
-            self._active.clear()
-            remedy = "look at the training run: its weights are beyond use"
-            raise NonFiniteError("the model's logits are not finite", where="sampling", remedy=remedy)
-        for text, choice in zip(texts, choices, strict=True):
-            text.append(choice)
-
-    def _tell_prompt(self, text: _Text, prefix: Prefix) -> None:
-        """Log-probabilities of the prompt, of each position's own distribution; logits are made in chunks."""
-        logprobs: list[float | None] = [None]
-        tops: list[TopTokens | None] = [None]
-        targets = torch.tensor(prefix.tokens[1:], dtype=torch.int64, device=prefix.hidden.device)
-        for start in range(0, len(targets), _CHUNK):
-            part = targets[start : start + _CHUNK]
-            logits = head_logits(self._model, prefix.hidden[start : start + len(part)])
-            told, top = of_prompt(logits, part, text.request.topk_prompt_logprobs)
-            logprobs += told
-            tops += top
-        text.result.prompt_logprobs = logprobs if text.request.prompt_logprobs else None
-        text.result.topk_prompt_logprobs = tops if text.request.topk_prompt_logprobs else None
-
-    def _forget_old_weights(self) -> None:
-        """Prompts that other weights have read are read again."""
-        stamp = tuple((parameter.data_ptr(), parameter._version) for parameter in self._model.parameters())
-        if stamp != self._stamp:
-            self._read.clear()
-        self._stamp = stamp
-
-    @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """The model is in evaluation mode within, and each module in its own afterwards."""
-        training = [module for module in self._model.modules() if module.training]
-        for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
+    def _let_rest(self) -> None:
+        """Lanes without texts free what only growing texts need."""
+        for lane in list(self._running):
+            if not lane.active and not any(where is lane for where, _ in self._waiting):
+                lane.rest()
+                self._running.remove(lane)
 
 
 def _ends_of(model: Any, tokenizer: Any) -> list[int]:

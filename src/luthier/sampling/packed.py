@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +30,44 @@ _PLAIN = (nn.Parameter, Tensor)
 Forward = Callable[[Tensor], Tensor]
 
 
+@dataclass(slots=True, weakref_slot=True)
+class _Copy:
+    """A weight laid out anew; it keeps the weight, so that no other can come to have its address."""
+
+    weight: Tensor
+    stamp: tuple[int, int]
+    tensor: Tensor
+
+
+class Copies:
+    """Copies of weights, one for each weight that any model has in use."""
+
+    def __init__(self) -> None:
+        self._copies: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
+
+    def of(self, weight: Tensor) -> _Copy:
+        """The copy of a weight as it is now."""
+        found = self._copies.get(id(weight))
+        if found is None or found.stamp != _stamp(weight):
+            copied = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+            found = self._copies[id(weight)] = _Copy(weight, _stamp(weight), copied)
+        return found
+
+
+def _stamp(weight: Tensor) -> tuple[int, int]:
+    return weight.data_ptr(), weight._version
+
+
 class PackedLinears:
     """The linear layers of a model, adapters and their bases among them, multiplied from packed copies.
 
     Args:
         model: on the CPU in fp32 or bf16; other layers are left as they are.
+        copies: shared with other models over the same weights.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, copies: Copies) -> None:
+        self._copies = copies
         self._layers = [module for module in model.modules() if _packable(module)]
         if self._layers and (fault := _fault(self._layers[0])):
             _log.info("matrices are not packed: %s", fault)
@@ -46,10 +78,9 @@ class PackedLinears:
     def used(self) -> Iterator[None]:
         """Layers multiply from their copies within; those are made where there is none of the weight as it is."""
         for number, layer in enumerate(self._layers):
-            weight = cast(Tensor, layer.weight)
-            stamp = (weight.data_ptr(), weight._version)
+            stamp = _stamp(cast(Tensor, layer.weight))
             if number not in self._packed or self._packed[number][0] != stamp:
-                self._packed[number] = (stamp, _forward_of(layer))
+                self._packed[number] = (stamp, _forward_of(layer, self._copies))
         try:
             for number, layer in enumerate(self._layers):
                 layer.__dict__["forward"] = self._packed[number][1]
@@ -78,27 +109,26 @@ def _fault(layer: nn.Module) -> str:
     try:
         weight = cast(Tensor, layer.weight)
         x = torch.ones(_ROWS, weight.shape[1], dtype=weight.dtype)
-        _product(weight, lambda: None)(x)
+        _product(weight, lambda: None, Copies())(x)
     except (RuntimeError, AttributeError) as error:
         return first_line(error)
     return ""
 
 
 @torch.no_grad()
-def _product(weight: Tensor, bias: Callable[[], Tensor | None]) -> Forward:
+def _product(weight: Tensor, bias: Callable[[], Tensor | None], copies: Copies) -> Forward:
     """x [..., inputs] -> [..., outputs] from a copy of a weight; the bias is read when it is used."""
-    operations: Any = torch.ops.mkldnn
-    copied = operations._reorder_linear_weight(weight.detach(), _ROWS)
+    copied = copies.of(weight)
 
     def forward(x: Tensor) -> Tensor:
-        return cast(Tensor, operations._linear_pointwise(x, copied, bias(), "none", [], ""))
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, copied.tensor, bias(), "none", [], ""))
 
     return forward
 
 
-def _forward_of(layer: nn.Module) -> Forward:
+def _forward_of(layer: nn.Module, copies: Copies) -> Forward:
     """What stands for a layer's forward."""
-    product = _product(cast(Tensor, layer.weight), lambda: cast("Tensor | None", getattr(layer, "bias", None)))
+    product = _product(cast(Tensor, layer.weight), lambda: cast("Tensor | None", getattr(layer, "bias", None)), copies)
     if not isinstance(layer, LoraLayer):
         return product
 

@@ -27,6 +27,7 @@ class SamplingRequest:
         prompt_logprobs: also give the log-probability of each token of the prompt.
         topk_prompt_logprobs: also give so many likeliest tokens at each place of the prompt.
         topk_logprobs: also give so many likeliest tokens at each place of the text.
+        adapter: the name of one that was added to the engine; None for the engine's own model as it is.
     """
 
     prompt: Sequence[int]
@@ -39,6 +40,7 @@ class SamplingRequest:
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_logprobs: int = 0
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         bounds = {
