@@ -30,6 +30,7 @@ VERBS = {
     "evaluate": "Measure loss and perplexity of a model on rows.",
     "generate": "Answer prompts.",
     "chat": "Talk with a model.",
+    "serve": "Offer the training step and sampling over HTTP, to the tinker SDK.",
     "export": "Write a run's model as plain Transformers or PEFT files.",
     "data": "Look at rows as the model sees them.",
     "estimate": "Say what a run would take, before it runs.",

@@ -1,0 +1,185 @@
+"""The application: routes over a service, and how both begin and end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Response
+from filelock import FileLock, Timeout
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from luthier.errors import ConfigError
+from luthier.tinker.server.auth import Doorkeeper, list_keys
+from luthier.tinker.server.files import Files
+from luthier.tinker.server.http import Owner, State, TheService, install_errors
+from luthier.tinker.server.metrics import Metrics
+from luthier.tinker.server.process import WorkerProcess
+from luthier.tinker.server.routes import checkpoints, futures, sampling, sessions, training
+from luthier.tinker.server.service import Service
+from luthier.tinker.server.store import Store
+from luthier.tinker.server.upkeep import keep_up
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What a server is started with.
+
+    Attributes:
+        model: the base model, as `luthier train` takes one.
+        directory: of its books and weights.
+        host, port: where it listens; port 0 takes a free one.
+        database: SQLAlchemy's URL; a file of SQLite in the directory when None.
+        names: what else clients may call the model.
+        precision, device: as `luthier train` takes them.
+        tokens_per_microbatch: how many positions run at once.
+        slots: how many texts grow side by side.
+    """
+
+    model: str
+    directory: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    database: str | None = None
+    names: tuple[str, ...] = ()
+    precision: str | None = None
+    device: str | None = None
+    tokens_per_microbatch: int = 4096
+    slots: int = 32
+
+
+def database_of(directory: Path, database: str | None) -> str:
+    """The URL of the books."""
+    if database is not None:
+        return database
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    return f"sqlite:///{(directory / 'books.sqlite').resolve()}"
+
+
+def build_app(service: Service, doorkeeper: Doorkeeper) -> FastAPI:
+    """The routes over a service that is open."""
+    app = FastAPI(title="Luthier", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.luthier = State(service, doorkeeper)
+    install_errors(app)
+    for routes in (sessions, training, sampling, futures, checkpoints):
+        app.include_router(routes.router, prefix="/api/v1")
+    app.include_router(checkpoints.links)
+
+    @app.get("/healthz", openapi_extra={"security": []})
+    async def healthz() -> Response:
+        """Whether the server is up; asks for no key and tells nothing else."""
+        return Response('{"status": "ok"}', media_type="application/json")
+
+    @app.get("/metrics")
+    async def metrics(found: TheService, owner: Owner) -> Response:
+        """What is counted, for Prometheus."""
+        return Response(found.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    app.add_middleware(_Count, metrics=service.metrics)
+    return app
+
+
+async def serve(config: ServerConfig, announce: Any) -> None:
+    """Serve until a signal ends it.
+
+    Args:
+        config: what to serve.
+        announce: called with the URL when it listens.
+
+    Raises:
+        UserError: it cannot start; what is wrong is named.
+    """
+    _allow_many_connections()
+    url = database_of(config.directory, config.database)
+    files = Files(config.directory)
+    lock = FileLock(config.directory / "lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        what = "another server works in it"
+        raise ConfigError(what, where=str(config.directory), remedy="end that one, or give another --dir") from None
+    store = Store(url)
+    open_house = config.host in LOOPBACK
+    if not open_house and not list_keys(store):
+        what = f"{config.host} can be reached from elsewhere, and there are no keys"
+        raise ConfigError(what, where="--host", remedy="make one first: luthier serve keys add NAME")
+    files.sweep()
+    arguments = {
+        "model": config.model,
+        "precision": config.precision,
+        "device": config.device,
+        "tokens_per_microbatch": config.tokens_per_microbatch,
+        "slots": config.slots,
+    }
+    worker = WorkerProcess(arguments, config.directory / "worker.log", config.directory / "tokenizer")
+    tasks: list[asyncio.Task[None]] = []
+    service = Service(store, files, worker, (config.model, *config.names), Metrics())
+    try:
+        tasks.append(await worker.start())
+        await service.open()
+        tasks.append(asyncio.create_task(keep_up(service)))
+        app = build_app(service, Doorkeeper(store, open_house=open_house))
+        await _listen(app, config, announce)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await service.close()
+        await worker.stop()
+        store.close()
+        lock.release()
+
+
+async def _listen(app: FastAPI, config: ServerConfig, announce: Any) -> None:
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=config.host,
+            port=config.port,
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=75,
+            backlog=4096,
+            timeout_graceful_shutdown=2,
+            lifespan="off",
+        )
+    )
+    serving = asyncio.create_task(server.serve())
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.02)
+    if server.started:
+        port = server.servers[0].sockets[0].getsockname()[1]
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        announce(f"http://{host}:{port}")
+    await serving
+
+
+def _allow_many_connections() -> None:
+    """As many open files as the system lets one have; each client that waits is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class _Count:
+    """Counts responses by their status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.responded(message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)

@@ -1,0 +1,98 @@
+"""Messages between the server and its worker over a local socket: a JSON head and bytes.
+
+A frame is the length of the head and that of the payload (big-endian, 8 bytes each), the head, the payload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_LENGTHS = struct.Struct(">QQ")
+
+Message = tuple[dict[str, Any], bytes]
+"""Head and payload."""
+
+
+class LinkClosed(Exception):
+    """The other end is gone."""
+
+
+def _pack(head: dict[str, Any], payload: bytes) -> bytes:
+    text = json.dumps(head).encode()
+    return _LENGTHS.pack(len(text), len(payload)) + text + payload
+
+
+class ServerEnd:
+    """The server's end, on its event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    def send(self, head: dict[str, Any], payload: bytes = b"") -> None:
+        """Hand a message over; it leaves as fast as the worker reads."""
+        self._writer.write(_pack(head, payload))
+
+    async def receive(self) -> Message:
+        """The next message.
+
+        Raises:
+            LinkClosed: the worker is gone.
+        """
+        try:
+            head, payload = _LENGTHS.unpack(await self._reader.readexactly(_LENGTHS.size))
+            text = await self._reader.readexactly(head)
+            return json.loads(text), await self._reader.readexactly(payload)
+        except (asyncio.IncompleteReadError, OSError):
+            raise LinkClosed from None
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WorkerEnd:
+    """The worker's end. A thread reads, so that the worker learns of messages, and of the server's end, while it
+    computes.
+
+    Args:
+        path: of the server's socket.
+        closed: called in that thread when the server is gone.
+    """
+
+    def __init__(self, path: Path, closed: Callable[[], object]) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(path))
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        threading.Thread(target=self._read, args=(closed,), daemon=True).start()
+
+    def send(self, head: dict[str, Any], payload: bytes = b"") -> None:
+        """Send a message."""
+        self._socket.sendall(_pack(head, payload))
+
+    def receive(self, *, wait: bool) -> Message | None:
+        """The next message; None where there is none and it is not waited for."""
+        try:
+            return self._inbox.get(block=wait)
+        except queue.Empty:
+            return None
+
+    def _read(self, closed: Callable[[], object]) -> None:
+        with self._socket.makefile("rb") as stream:
+            while True:
+                lengths = stream.read(_LENGTHS.size)
+                if len(lengths) < _LENGTHS.size:
+                    break
+                head, payload = _LENGTHS.unpack(lengths)
+                text, content = stream.read(head), stream.read(payload)
+                if len(text) < head or len(content) < payload:
+                    break
+                self._inbox.put((json.loads(text), content))
+        closed()

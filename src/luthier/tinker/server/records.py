@@ -1,0 +1,157 @@
+"""What the server knows of sessions, models, samplers, checkpoints and operations, in memory; the store keeps it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["waiting", "done", "failed"]
+Category = Literal["user", "server"]
+
+
+@dataclass(slots=True)
+class Session:
+    """A client's visit.
+
+    Attributes:
+        id: of it.
+        owner: whose it is.
+        created: seconds since the epoch.
+        metadata: what the client said about itself: tags, user_metadata, display_name, project_id, sdk_version.
+        ended: when the client closed it; None while it may go on.
+        seen: monotonic time of the last sign of life.
+        held: whether anything is kept ready for it; given up when it is silent for long.
+    """
+
+    id: str
+    owner: str
+    created: float
+    metadata: dict[str, Any]
+    ended: float | None = None
+    seen: float = field(default_factory=time.monotonic)
+    held: bool = True
+
+
+@dataclass(slots=True)
+class Model:
+    """A model in training; a training run in Tinker's words.
+
+    Attributes:
+        id: "SESSION:train:NUMBER".
+        owner, session_id: whose it is.
+        base_model: as the client named it.
+        lora: fields of `LoraConfig`; None where it trains whole.
+        seed: of everything random about it.
+        created, used: seconds since the epoch, of the beginning and of the last request.
+        metadata: the client's own.
+        snapshot: number of the last operation that the snapshot on disk holds; -1 where there is none.
+    """
+
+    id: str
+    owner: str
+    session_id: str
+    base_model: str
+    lora: dict[str, Any] | None
+    seed: int
+    created: float
+    used: float
+    metadata: dict[str, Any] | None
+    snapshot: int = -1
+
+
+@dataclass(slots=True)
+class Sampler:
+    """A sampling session.
+
+    Attributes:
+        id: "SESSION:sample:NUMBER".
+        owner, session_id: whose it is.
+        base_model: as the client named it.
+        model_path: tinker path of its weights; None for the base, and for those without a name.
+        directory: where its weights lie, in the server's own; None for the base and for live weights.
+        model_id: whose live weights it has, else None.
+        created: seconds since the epoch.
+    """
+
+    id: str
+    owner: str
+    session_id: str
+    base_model: str
+    model_path: str | None
+    directory: str | None
+    model_id: str | None
+    created: float
+
+
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """Weights on disk with a name.
+
+    Attributes:
+        model_id, kind, name: as in tinker://MODEL/KIND/NAME.
+        owner: whose it is.
+        created: seconds since the epoch.
+        size: bytes.
+        expires: seconds since the epoch, or None.
+        public: whether everyone may read it.
+        metadata: the client's own.
+    """
+
+    model_id: str
+    kind: Kind
+    name: str
+    owner: str
+    created: float
+    size: int
+    expires: float | None
+    public: bool
+    metadata: dict[str, str] | None
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+
+
+@dataclass(slots=True)
+class Operation:
+    """Something asked for, whose result is fetched later.
+
+    Attributes:
+        id: "LINE:NUMBER"; the same request sent again has the same one, and is not done twice.
+        owner, session_id: who asked.
+        line: model or sampler, whose operations are done in order of their numbers (those of a sampler in any).
+        number: its place in the line; the beginning of a model is 0.
+        kind: "create", "forward_backward", "forward", "optim_step", "save", "load", "save_sampler", "save_external",
+            "sample".
+        details: what is asked, but for the payload.
+        digest: of all that was sent, to tell a repetition from another request under the same number.
+        created: seconds since the epoch.
+        status: of it.
+        error, category: why it failed, and whose fault that is.
+        media: media type of its result.
+        finished: set when it is done or has failed.
+        deaths: how many workers ended while they were at it.
+        payload: what was sent, until a worker has it; None where it is in the store alone.
+    """
+
+    id: str
+    owner: str
+    session_id: str
+    line: str
+    number: int
+    kind: str
+    details: dict[str, Any]
+    digest: str
+    created: float
+    status: Status = "waiting"
+    error: str | None = None
+    category: Category | None = None
+    media: str = "application/json"
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    deaths: int = 0
+    payload: bytes | None = None

@@ -1,0 +1,1 @@
+"""The HTTP surface, a file for each part of it."""

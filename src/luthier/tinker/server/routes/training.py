@@ -1,0 +1,285 @@
+"""Models in training: requests are checked, numbered and entered; what they do is done in their turn."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, HTTPException, Response
+from google.protobuf.message import Message
+from tinker import types
+
+from luthier.errors import ConfigError, DataError, UserError
+from luthier.tinker.server.files import check_name, parse_path
+from luthier.tinker.server.http import Owner, TheService, answer, body_of, digest, taking
+from luthier.tinker.server.records import Model, Operation
+from luthier.tinker.server.routes.sessions import living
+from luthier.tinker.server.service import Service
+from luthier.tinker.server.wire import parse_forward_backward
+from luthier.tinker.types import AdamParams, LoraConfig
+
+WHOLE = "luthier.train"
+"""A key of user_metadata: with the value "full" all weights train, and there are no adapters."""
+router = APIRouter()
+
+
+@router.post("/create_model")
+async def create_model(
+    service: TheService, owner: Owner, given: Annotated[types.CreateModelRequest, taking(types.CreateModelRequest)]
+) -> Response:
+    """A model in training over the base."""
+    living(service, given.session_id, owner)
+    _check_base(service, given.base_model)
+    _check_optimizer(given.optimizer_config.type)
+    whole = (given.user_metadata or {}).get(WHOLE) == "full"
+    lora: dict[str, Any] | None = None
+    seed = random.getrandbits(31)
+    if not whole:
+        asked = given.lora_config or types.LoraConfig(rank=32)
+        seed = seed if asked.seed is None else asked.seed
+        lora = asked.model_dump() | {"seed": seed}
+        LoraConfig(**lora)
+    model = _new_model(owner, given.session_id, given.model_seq_id, given.base_model, lora, seed)
+    model.metadata = given.user_metadata
+    details = {"type": "create_model"}
+    return await _submit(service, model, 0, "create", details, given.model_dump_json().encode(), new=model)
+
+
+@router.post("/load_weights")
+async def load_weights(
+    service: TheService, owner: Owner, given: Annotated[types.LoadWeightsRequest, taking(types.LoadWeightsRequest)]
+) -> Response:
+    """Weights into a model that is there, or a new model with them."""
+    if given.weights_access_token is not None:
+        what = "weights of others are read where they were published, and there are no tokens"
+        raise ConfigError(what, where="weights_access_token", remedy="leave it out")
+    sent = given.model_dump_json().encode()
+    if given.session_id is not None and given.model_seq_id is not None:
+        living(service, given.session_id, owner)
+        repeated = service.operations.get(f"{given.session_id}:train:{given.model_seq_id}:0")
+        if repeated is None or repeated.owner != owner:
+            return await _create_from(service, owner, given, sent)
+        model = service.model(repeated.line, owner)
+        return await _submit(service, model, 0, "create", {}, sent)
+    if given.model_id is None or given.seq_id is None:
+        raise ConfigError("neither model_id and seq_id nor session_id and model_seq_id are there", where="body")
+    model = _living_model(service, given.model_id, owner)
+    async with _Numbered(service, model, given.seq_id):
+        directory = _weights(service, owner, given.path)
+        details = {"path": given.path, "restore": {"directory": directory, "optimizer": given.optimizer}}
+        return await _submit(service, model, given.seq_id, "load", details, sent)
+
+
+@router.post("/get_info")
+async def get_info(
+    service: TheService, owner: Owner, given: Annotated[types.GetInfoRequest, taking(types.GetInfoRequest)]
+) -> Response:
+    """What a model is."""
+    model = _living_model(service, given.model_id, owner)
+    data = {
+        "arch": service.worker.facts["arch"],
+        "model_name": model.base_model,
+        "tokenizer_id": service.worker.facts["tokenizer_id"],
+    }
+    return answer(
+        {
+            "type": "get_info",
+            "model_id": model.id,
+            "model_data": data,
+            "is_lora": model.lora is not None,
+            "lora_rank": model.lora["rank"] if model.lora is not None else None,
+            "model_name": model.base_model,
+            "optimizer_config": {"type": "adamw"},
+        }
+    )
+
+
+@router.post("/forward_backward")
+async def forward_backward(service: TheService, owner: Owner, body: Annotated[bytes, Depends(body_of)]) -> Response:
+    """The gradient of a loss, or of `forward` the log-probabilities alone. Tensors are read by the worker."""
+    try:
+        request = parse_forward_backward(body)
+    except DataError as error:
+        raise HTTPException(422, str(error)) from None
+    model = _living_model(service, request.model_id, owner)
+    kind = "forward" if request.forward_only else "forward_backward"
+    async with _Numbered(service, model, request.seq_id, breaks=not request.forward_only):
+        return await _submit(service, model, request.seq_id, kind, {}, body, same=_canonical(request))
+
+
+@router.post("/optim_step")
+async def optim_step(
+    service: TheService, owner: Owner, given: Annotated[types.OptimStepRequest, taking(types.OptimStepRequest)]
+) -> Response:
+    """One step of the optimizer."""
+    model = _living_model(service, given.model_id, owner)
+    async with _Numbered(service, model, given.seq_id) as number:
+        params = given.optim_params
+        if not isinstance(params, types.AdamParams):
+            _check_optimizer(params.type)
+        adam = AdamParams.read(params)
+        details = {"adam": {name: getattr(adam, name) for name in AdamParams.__dataclass_fields__}}
+        return await _submit(service, model, number, "optim_step", details, given.model_dump_json().encode())
+
+
+@router.post("/save_weights")
+async def save_weights(
+    service: TheService, owner: Owner, given: Annotated[types.SaveWeightsRequest, taking(types.SaveWeightsRequest)]
+) -> Response:
+    """A checkpoint to train on from."""
+    model = _living_model(service, given.model_id, owner)
+    async with _Numbered(service, model, given.seq_id) as number:
+        details = _named(given.path or f"step{number:06}", given.ttl_seconds, given.user_metadata)
+        details["overwrite"] = given.overwrite
+        return await _submit(service, model, number, "save", details, given.model_dump_json().encode())
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(
+    service: TheService,
+    owner: Owner,
+    given: Annotated[types.SaveWeightsForSamplerRequest, taking(types.SaveWeightsForSamplerRequest)],
+) -> Response:
+    """Weights to sample from, with a name or as a sampling session."""
+    model = _living_model(service, given.model_id, owner)
+    async with _Numbered(service, model, given.seq_id) as number:
+        is_live = given.kind == "inflight"
+        if given.path is not None:
+            if is_live:
+                raise ConfigError("weights in training have no name", where="kind", remedy="use snapshot")
+            details = _named(given.path, given.ttl_seconds, given.user_metadata)
+        elif given.sampling_session_seq_id is None:
+            raise ConfigError("neither path nor sampling_session_seq_id is there", where="body")
+        else:
+            sampler = f"{model.session_id}:sample:{given.sampling_session_seq_id}"
+            details = {"path": None, "sampler": sampler, "live": is_live}
+        return await _submit(service, model, number, "save_sampler", details, given.model_dump_json().encode())
+
+
+@router.post("/save_weights_external")
+async def save_weights_external(
+    service: TheService,
+    owner: Owner,
+    given: Annotated[types.SaveWeightsExternalRequest, taking(types.SaveWeightsExternalRequest)],
+) -> Response:
+    """Weights to fetch, as PEFT's files or those of a whole model."""
+    model = _living_model(service, given.model_id, owner)
+    async with _Numbered(service, model, given.seq_id) as number:
+        if given.age_encryption_recipients:
+            what = "files are not encrypted here"
+            raise ConfigError(what, where="age_encryption_recipients", remedy="leave it out, and use TLS")
+        details = _named(given.path, given.ttl_seconds, None)
+        return await _submit(service, model, number, "save_external", details, given.model_dump_json().encode())
+
+
+class _Numbered:
+    """Checks of a request that has a number; where they fail, the number is one of a request that failed, so that
+    nobody waits for it."""
+
+    def __init__(self, service: Service, model: Model, number: int | None, *, breaks: bool = False) -> None:
+        self._service = service
+        self._model = model
+        self._number = number
+        self._breaks = breaks
+
+    async def __aenter__(self) -> int:
+        if self._number is None or not 1 <= self._number < 1 << 62:
+            raise HTTPException(422, "seq_id: it is no whole number of 1 or more")
+        return self._number
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, UserError) and self._number is not None:
+            line = self._service.lines[self._model.id]
+            await line.refuse(self._number, str(error), breaks=self._breaks)
+
+
+async def _submit(
+    service: Service,
+    model: Model,
+    number: int,
+    kind: str,
+    details: dict[str, Any],
+    sent: bytes,
+    *,
+    same: bytes | None = None,
+    new: Model | None = None,
+) -> Response:
+    """Enter an operation.
+
+    Args:
+        sent: the body, which is the payload of those that have tensors.
+        same: what tells a repetition, where it is not the body.
+        new: the model that it makes.
+    """
+    operation_id = f"{model.id}:{number}"
+    told = digest(kind.encode() if new is None else b"create", sent if same is None else same)
+    now = time.time()
+    operation = Operation(operation_id, model.owner, model.session_id, model.id, number, kind, details, told, now)
+    payload = sent if kind in ("forward", "forward_backward") else b""
+    model.used = now
+    found = await service.submit(operation, payload, new)
+    return answer({"request_id": found.id, "model_id": model.id})
+
+
+async def _create_from(service: Service, owner: str, given: types.LoadWeightsRequest, sent: bytes) -> Response:
+    """A new model with the weights, and so the adapters, of a checkpoint."""
+    assert given.session_id is not None
+    assert given.model_seq_id is not None
+    directory = _weights(service, owner, given.path)
+    source = service.models[parse_path(given.path)[0]]
+    if given.base_model is not None:
+        _check_base(service, given.base_model)
+    if given.optimizer_config is not None:
+        _check_optimizer(given.optimizer_config.type)
+    model = _new_model(owner, given.session_id, given.model_seq_id, source.base_model, source.lora, source.seed)
+    model.metadata = given.user_metadata
+    details = {
+        "type": "load_weights",
+        "path": given.path,
+        "restore": {"directory": directory, "optimizer": given.optimizer},
+    }
+    return await _submit(service, model, 0, "create", details, sent, new=model)
+
+
+def _new_model(
+    owner: str, session_id: str, number: int, base_model: str, lora: dict[str, Any] | None, seed: int
+) -> Model:
+    if not 0 <= number < 1 << 62:
+        raise HTTPException(422, "model_seq_id: it is no whole number of 0 or more")
+    now = time.time()
+    return Model(f"{session_id}:train:{number}", owner, session_id, base_model, lora, seed, now, now, None)
+
+
+def _living_model(service: Service, model_id: str, owner: str) -> Model:
+    model = service.model(model_id, owner)
+    living(service, model.session_id, owner)
+    return model
+
+
+def _weights(service: Service, owner: str, path: str) -> str:
+    """Where the weights of a path lie."""
+    checkpoint = service.checkpoint(path, owner, "weights")
+    return str(service.files.checkpoint(checkpoint.model_id, "weights", checkpoint.name))
+
+
+def _named(path: str, ttl_seconds: int | None, metadata: dict[str, str] | None) -> dict[str, Any]:
+    if ttl_seconds is not None and ttl_seconds <= 0:
+        raise ConfigError(f"{ttl_seconds} is no number of seconds above 0", where="ttl_seconds")
+    return {"path": check_name(path), "ttl_seconds": ttl_seconds, "user_metadata": metadata}
+
+
+def _check_base(service: Service, name: str) -> None:
+    if name not in service.names:
+        remedy = f"this server has {service.names[0]}; start another for another model"
+        raise ConfigError(f"{name!r} is not here", where="base_model", remedy=remedy)
+
+
+def _check_optimizer(kind: str) -> None:
+    if kind != "adamw":
+        raise ConfigError(f"{kind!r} is not here", where="optimizer_config", remedy="use adamw")
+
+
+def _canonical(request: Message) -> bytes:
+    """The same bytes for the same request, whatever order its maps came in."""
+    return request.SerializeToString(deterministic=True)

@@ -1,0 +1,198 @@
+"""The server's books: what must outlive a `kill -9`, in SQLite or PostgreSQL.
+
+One thread writes and reads, in transactions. What is asked often is answered from memory; nobody who waits for a result
+holds a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import sqlalchemy as sql
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
+
+from luthier.errors import ConfigError, first_line
+from luthier.tinker.server.records import Checkpoint, Model, Operation, Sampler, Session
+
+Result = TypeVar("Result")
+
+metadata = sql.MetaData()
+
+sessions = sql.Table(
+    "sessions",
+    metadata,
+    sql.Column("id", sql.String, primary_key=True),
+    sql.Column("owner", sql.String, nullable=False),
+    sql.Column("created", sql.Float, nullable=False),
+    sql.Column("metadata", sql.JSON, nullable=False),
+    sql.Column("ended", sql.Float),
+)
+models = sql.Table(
+    "models",
+    metadata,
+    sql.Column("id", sql.String, primary_key=True),
+    sql.Column("owner", sql.String, nullable=False),
+    sql.Column("session_id", sql.String, nullable=False),
+    sql.Column("base_model", sql.String, nullable=False),
+    sql.Column("lora", sql.JSON),
+    sql.Column("seed", sql.BigInteger, nullable=False),
+    sql.Column("created", sql.Float, nullable=False),
+    sql.Column("used", sql.Float, nullable=False),
+    sql.Column("metadata", sql.JSON),
+    sql.Column("snapshot", sql.BigInteger, nullable=False),
+)
+samplers = sql.Table(
+    "samplers",
+    metadata,
+    sql.Column("id", sql.String, primary_key=True),
+    sql.Column("owner", sql.String, nullable=False),
+    sql.Column("session_id", sql.String, nullable=False),
+    sql.Column("base_model", sql.String, nullable=False),
+    sql.Column("model_path", sql.String),
+    sql.Column("directory", sql.String),
+    sql.Column("model_id", sql.String),
+    sql.Column("created", sql.Float, nullable=False),
+)
+checkpoints = sql.Table(
+    "checkpoints",
+    metadata,
+    sql.Column("model_id", sql.String, primary_key=True),
+    sql.Column("kind", sql.String, primary_key=True),
+    sql.Column("name", sql.String, primary_key=True),
+    sql.Column("owner", sql.String, nullable=False),
+    sql.Column("created", sql.Float, nullable=False),
+    sql.Column("size", sql.BigInteger, nullable=False),
+    sql.Column("expires", sql.Float),
+    sql.Column("public", sql.Boolean, nullable=False),
+    sql.Column("metadata", sql.JSON),
+)
+operations = sql.Table(
+    "operations",
+    metadata,
+    sql.Column("id", sql.String, primary_key=True),
+    sql.Column("owner", sql.String, nullable=False),
+    sql.Column("session_id", sql.String, nullable=False),
+    sql.Column("line", sql.String, nullable=False, index=True),
+    sql.Column("number", sql.BigInteger, nullable=False),
+    sql.Column("kind", sql.String, nullable=False),
+    sql.Column("details", sql.JSON, nullable=False),
+    sql.Column("digest", sql.String, nullable=False),
+    sql.Column("created", sql.Float, nullable=False),
+    sql.Column("status", sql.String, nullable=False),
+    sql.Column("error", sql.String),
+    sql.Column("category", sql.String),
+    sql.Column("media", sql.String, nullable=False),
+    sql.Column("payload", sql.LargeBinary),
+    sql.Column("result", sql.LargeBinary),
+    sql.Column("fetched", sql.Float),  # when its result was first handed out
+)
+keys = sql.Table(
+    "keys",
+    metadata,
+    sql.Column("name", sql.String, primary_key=True),
+    sql.Column("digest", sql.String, nullable=False, unique=True),
+    sql.Column("created", sql.Float, nullable=False),
+)
+
+_TABLES: dict[type, sql.Table] = {
+    Session: sessions,
+    Model: models,
+    Sampler: samplers,
+    Checkpoint: checkpoints,
+    Operation: operations,
+}
+
+
+class Store:
+    """A database.
+
+    Args:
+        url: SQLAlchemy's, "sqlite:////path/to/file" or "postgresql://user@host/name".
+
+    Raises:
+        ConfigError: it cannot be reached, or is none of the two.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            parsed = sql.make_url(url)
+            self._where = parsed.render_as_string(hide_password=True)
+            if parsed.get_backend_name() == "postgresql":
+                parsed = parsed.set(drivername="postgresql+psycopg")
+            elif parsed.get_backend_name() != "sqlite":
+                what = f"{parsed.get_backend_name()} is not among the databases that are tested"
+                raise ConfigError(what, where="--database", remedy="use sqlite or postgresql")
+            self._engine = sql.create_engine(parsed, pool_size=1, max_overflow=0, pool_pre_ping=True)
+            if parsed.get_backend_name() == "sqlite":
+                sql.event.listen(self._engine, "connect", _prepare)
+            metadata.create_all(self._engine)
+        except (SQLAlchemyError, ImportError, ValueError) as error:
+            raise ConfigError(
+                f"the database cannot be used ({first_line(error)})", where="--database", remedy="check its URL"
+            ) from None
+        self._thread = ThreadPoolExecutor(1, "store")
+
+    async def run(self, work: Callable[[sql.Connection], Result]) -> Result:
+        """Do something in a transaction, off the event loop; after whatever was begun before."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.now, work)
+
+    def now(self, work: Callable[[sql.Connection], Result]) -> Result:
+        """Do something in a transaction at once. A lost connection is tried anew once."""
+        try:
+            with self._engine.begin() as connection:
+                return work(connection)
+        except OperationalError as error:
+            if not error.connection_invalidated:
+                raise
+        with self._engine.begin() as connection:
+            return work(connection)
+
+    def close(self) -> None:
+        """Finish what was begun, and let go."""
+        self._thread.shutdown()
+        self._engine.dispose()
+
+
+def _prepare(connection: Any, record: object) -> None:
+    """Readers beside a writer; what was committed outlives the process (not a power cut, which may take the last)."""
+    cursor = connection.cursor()
+    for line in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000"):
+        cursor.execute(f"PRAGMA {line}")
+    cursor.close()
+
+
+def row_of(record: Any) -> dict[str, Any]:
+    """The columns of a record."""
+    columns = _TABLES[type(record)].c
+    return {one.name: getattr(record, one.name) for one in fields(record) if one.name in columns}
+
+
+def insert(connection: sql.Connection, record: Any) -> None:
+    """Enter a record."""
+    connection.execute(_TABLES[type(record)].insert().values(row_of(record)))
+
+
+def replace(connection: sql.Connection, record: Any) -> None:
+    """Enter a record in the place of the one with its key."""
+    table = _TABLES[type(record)]
+    row = row_of(record)
+    connection.execute(table.delete().where(*(column == row[column.name] for column in table.primary_key)))
+    connection.execute(table.insert().values(row))
+
+
+def delete(connection: sql.Connection, record: Any) -> None:
+    """Strike a record out."""
+    table = _TABLES[type(record)]
+    connection.execute(table.delete().where(*(column == getattr(record, column.name) for column in table.primary_key)))
+
+
+def load(connection: sql.Connection, kind: type[Result], *where: sql.ColumnElement[bool]) -> list[Result]:
+    """Records of a kind; operations without their payloads."""
+    table = _TABLES[kind]
+    names = [one.name for one in fields(kind) if one.name in table.c and one.name != "payload"]  # type: ignore[arg-type]
+    rows = connection.execute(sql.select(*(table.c[name] for name in names)).where(*where))
+    return [kind(**dict(zip(names, row, strict=True))) for row in rows]

@@ -1,0 +1,121 @@
+"""What the server does by the clock: clients that vanished, weights that expire, results that were fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sql
+
+from luthier.tinker.server import store as books
+from luthier.tinker.server.records import Checkpoint, Operation, Session
+
+if TYPE_CHECKING:
+    from luthier.tinker.server.service import Service
+
+SILENCE_SECONDS = 120.0
+"""After so long without a sign of life (the SDK gives one every 10 seconds) a client is held to be gone."""
+_GRACE_SECONDS = 600.0
+"""How long a result is kept after it was fetched, in case it did not arrive."""
+_LONGEST_SECONDS = 24 * 3600.0
+"""How long what nobody fetches is kept, and weights without a name whose client is gone."""
+_EVERY_SECONDS = 5.0
+
+
+async def keep_up(service: Service) -> None:
+    """Look after everything, for ever."""
+    while True:
+        await asyncio.sleep(_EVERY_SECONDS)
+        await look_after(service, time.time())
+
+
+async def look_after(service: Service, now: float) -> None:
+    """Look after everything once.
+
+    Args:
+        now: seconds since the epoch.
+    """
+    for session in [*service.sessions.values()]:
+        if session.held and time.monotonic() - session.seen > SILENCE_SECONDS:
+            await let_go(service, session, "its client has not been heard of")
+    service.metrics.sessions(sum(session.held and session.ended is None for session in service.sessions.values()))
+    for checkpoint in [*service.checkpoints.values()]:
+        if checkpoint.expires is not None and checkpoint.expires < now:
+            await remove_checkpoint(service, checkpoint)
+    await _forget_results(service, now)
+    await _forget_samplers(service, now)
+
+
+async def let_go(service: Service, session: Session, why: str) -> None:
+    """Drop what a session has waiting, and free what is kept ready for it. Nothing that was done is lost: a client that
+    comes back finds its models where they were."""
+    session.held = False
+    for line in [line for line in service.lines.values() if line.model.session_id == session.id]:
+        for operation in line.waiting:
+            await line.give_up(operation, why)
+        await line.unload()
+    for sampler in service.samplers.records.values():
+        if sampler.session_id == session.id:
+            service.samplers.unload(sampler.id)
+    for operation in [*service.operations.values()]:
+        if operation.session_id == session.id and operation.kind == "sample" and operation.status == "waiting":
+            await give_up_sample(service, operation, why)
+
+
+async def give_up_sample(service: Service, operation: Operation, why: str) -> None:
+    """Stop a sample, whatever has become of it."""
+    service.worker.tell({"command": "cancel", "target": operation.id})
+    if operation.status == "waiting":
+        await service.fail(operation, f"it was given up: {why}", "user")
+
+
+async def end(service: Service, session: Session) -> None:
+    """Close a session at its client's wish: what has no name goes."""
+    session.ended = time.time()
+    table = books.sessions
+    await service.store.run(
+        lambda connection: connection.execute(
+            table.update().where(table.c.id == session.id).values(ended=session.ended)
+        )
+    )
+    await let_go(service, session, "its session was closed")
+    for sampler in [*service.samplers.records.values()]:
+        if sampler.session_id == session.id:
+            await service.samplers.remove(sampler.id)
+
+
+async def remove_checkpoint(service: Service, checkpoint: Checkpoint) -> None:
+    """Delete weights with a name: the entry first, then the files."""
+    if service.checkpoints.pop(checkpoint.path, None) is None:
+        return
+    await service.store.run(lambda connection: books.delete(connection, checkpoint))
+    directory = service.files.checkpoint(checkpoint.model_id, checkpoint.kind, checkpoint.name)
+    await asyncio.to_thread(service.files.remove, directory)
+
+
+async def _forget_results(service: Service, now: float) -> None:
+    """Strike out operations whose results were fetched, or never will be, unless they may have to be done again."""
+    table = books.operations
+    old = sql.or_(table.c.fetched < now - _GRACE_SECONDS, table.c.created < now - _LONGEST_SECONDS)
+    query = sql.select(table.c.id).where(table.c.status != "waiting", old)
+    found = await service.store.run(lambda connection: connection.execute(query).scalars().all())
+    gone = []
+    for operation_id in found:
+        operation = service.operations.get(operation_id)
+        if operation is None:
+            continue
+        line = service.lines.get(operation.line)
+        if line is None or not line.needs(operation):
+            gone.append(operation_id)
+            if line is not None:
+                line.drop(operation)
+    await service.forget(gone)
+
+
+async def _forget_samplers(service: Service, now: float) -> None:
+    """Weights without a name go when their client is gone for good."""
+    for sampler in [*service.samplers.records.values()]:
+        session = service.sessions.get(sampler.session_id)
+        if sampler.created < now - _LONGEST_SECONDS and (session is None or not session.held):
+            await service.samplers.remove(sampler.id)
