@@ -204,12 +204,17 @@ def test_a_loss_of_ones_own_through_log_probabilities() -> None:
         return -torch.nn.functional.logsigmoid(0.1 * margins).sum(), {"margin": 3.0, "rows:sum": float(len(given))}
 
     twin = plain_twin(client)
-    want, _ = coupled(data, [plain_logprobs(twin, datum) for datum in data])
+    given = [plain_logprobs(twin, datum) for datum in data]
+    for now in given:
+        now.retain_grad()
+    want, _ = coupled(data, given)
     want.backward()
     theirs = {name: p.grad.clone() for name, p in twin.named_parameters() if p.grad is not None}
     output = client.forward_backward_custom(data, coupled).result()
     assert worst(gradients(client), theirs) < 1e-10
-    assert output.metrics == {"loss:sum": pytest.approx(want.item()), "margin:mean": 3.0, "rows:sum": 4.0}
+    surrogate = output.metrics.pop("surrogate_loss:sum")  # of the weights that stand for the loss
+    assert surrogate == pytest.approx(sum((now.detach() * now.grad).sum().item() for now in given), rel=1e-10)
+    assert output.metrics == {"loss:sum": pytest.approx(want.item()), "margin": 3.0, "rows:sum": 4.0}
     with pytest.raises(UserError, match="loss_fn: it must return a scalar tensor"):
         client.forward_backward_custom(data, lambda given, logprobs: 1.0).result()
 

@@ -39,7 +39,7 @@ def test_states_go_on_bit_for_bit_and_weights_alone_begin_anew(tmp_path: Path) -
     unbroken = fresh(directory=tmp_path)
     train(unbroken, range(2))
     path = unbroken.save_state("second", ttl_seconds=60).result().path
-    assert Path(path) == tmp_path / "second"
+    assert Path(path) == tmp_path / "weights" / "second"
     stored = weights(unbroken)
     size = sum(file.stat().st_size for file in Path(path).rglob("*.safetensors"))
     assert size < 4 * 4 * sum(p.numel() for p in unbroken.state.trainable.values())  # no frozen weight is in it
@@ -66,15 +66,15 @@ def test_states_go_on_bit_for_bit_and_weights_alone_begin_anew(tmp_path: Path) -
 def test_what_is_there_is_kept_unless_told(tmp_path: Path) -> None:
     client = fresh(directory=tmp_path)
     client.save_state("a").result()
-    (tmp_path / "a" / "own.txt").write_text("mine")
+    (tmp_path / "weights" / "a" / "own.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="it is there already; overwrite=True replaces it"):
         client.save_state("a").result()
     train(client, range(1))
     client.save_state("a", overwrite=True).result()
-    assert not (tmp_path / "a" / "own.txt").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert not (tmp_path / "weights" / "a" / "own.txt").exists()
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["a"]
     again = fresh(directory=tmp_path)
-    again.load_state(tmp_path / "a").result()
+    again.load_state(tmp_path / "weights" / "a").result()
     assert same(weights(again), weights(client))
 
 

@@ -41,11 +41,7 @@ def apply_lora(model: Any, config: LoraConfig | None = None) -> LoraReport:
     config = config or LoraConfig()
     if next(adapters.adapted(model), None) is not None:
         raise ConfigError("the model carries adapters already", where="model", remedy="merge them, or load it again")
-    roles = [role for role in ("attn", "mlp", "unembed") if getattr(config, f"train_{role}")]
-    if not roles:
-        raise ConfigError(
-            "nothing is to be adapted", where="lora_config", remedy="let train_attn be true, or train_mlp"
-        )
+    roles = roles_of(config)
     chosen: set[str] = set()
     for role in roles:
         found = adapters.resolve_targets(model, [role], where=f"train_{role}")
@@ -74,6 +70,20 @@ def apply_lora(model: Any, config: LoraConfig | None = None) -> LoraReport:
     vars(model)[_REPORT] = told
     vars(model).pop(_MERGED, None)
     return told
+
+
+def roles_of(config: LoraConfig) -> list[str]:
+    """Which roles the config's gates let be adapted.
+
+    Raises:
+        ConfigError: none.
+    """
+    roles = [role for role in ("attn", "mlp", "unembed") if getattr(config, f"train_{role}")]
+    if not roles:
+        raise ConfigError(
+            "nothing is to be adapted", where="lora_config", remedy="let train_attn be true, or train_mlp"
+        )
+    return roles
 
 
 def iter_lora_modules(model: Any) -> Iterator[tuple[str, Adapted]]:

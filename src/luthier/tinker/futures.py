@@ -6,10 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from functools import wraps
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from luthier.errors import UserError
 
+Given = ParamSpec("Given")
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
@@ -62,3 +64,23 @@ class APIFuture(Generic[Result]):
     def __del__(self) -> None:
         if (error := self.unseen_failure) is not None:
             logger.error("a call failed, and nobody asked for its result: %s", error)
+
+
+def gives_future(call: Callable[Given, Result]) -> Callable[Given, Coroutine[Any, Any, Result]]:
+    """The `..._async` twin of a call: a coroutine that makes it and gives what it returns, a future for the most."""
+
+    @wraps(call)
+    async def twin(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        return call(*args, **kwargs)
+
+    return twin
+
+
+def gives_result(call: Callable[Given, APIFuture[Result]]) -> Callable[Given, Coroutine[Any, Any, Result]]:
+    """The `..._async` twin of a call whose result it waits for."""
+
+    @wraps(call)
+    async def twin(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        return await call(*args, **kwargs)
+
+    return twin

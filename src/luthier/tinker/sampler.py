@@ -10,7 +10,7 @@ from typing import Any
 from luthier.errors import ConfigError
 from luthier.sampling.engine import SamplingEngine
 from luthier.sampling.request import SamplingRequest
-from luthier.tinker.futures import APIFuture
+from luthier.tinker.futures import APIFuture, gives_future, gives_result
 from luthier.tinker.rows import read_prompt
 from luthier.tinker.types import SampledSequence, SampleResponse, SamplingParams
 
@@ -21,11 +21,13 @@ class SamplingClient:
     Args:
         model: whose weights are read at every call.
         tokenizer: gives the tokenizer, or None where there is none; asked for when it is needed first.
+        base_model: what `luthier train` calls the base.
     """
 
-    def __init__(self, model: Any, tokenizer: Callable[[], Any]) -> None:
+    def __init__(self, model: Any, tokenizer: Callable[[], Any], base_model: str = "") -> None:
         self.model = model
         self._tokenizer = tokenizer
+        self._base_model = base_model
         self._engine: SamplingEngine | None = None
 
     def sample(
@@ -36,6 +38,9 @@ class SamplingClient:
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
         topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: Any = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
     ) -> APIFuture[SampleResponse]:
         """Go on with a prompt.
 
@@ -46,9 +51,15 @@ class SamplingClient:
             include_prompt_logprobs: also give the log-probability of each token of the prompt.
             topk_prompt_logprobs: also give so many likeliest tokens at each place of the prompt.
             topk_sample_logprobs: also give so many likeliest tokens at each place of the texts.
+            target_prompt_logprobs, prompt_alt_tokens_k: are refused; `forward` takes several targets a place.
+            prompt_logprobs_last_n: of the prompt's log-probabilities give the last so many, None for the others.
         """
 
         def work() -> SampleResponse:
+            if target_prompt_logprobs is not None or prompt_alt_tokens_k:
+                name = "prompt_alt_tokens_k" if prompt_alt_tokens_k else "target_prompt_logprobs"
+                remedy = "give forward a Datum whose target_tokens are [T, K]"
+                raise ConfigError("there is no such thing here", where=name, remedy=remedy)
             if num_samples < 1:
                 raise ConfigError(
                     f"{num_samples!r} is no number of texts", where="num_samples", remedy="give 1 or more"
@@ -59,24 +70,37 @@ class SamplingClient:
             found = self.engine.sample([first, *request.group(num_samples)[1:]])
             return SampleResponse(
                 [SampledSequence(one.tokens, one.logprobs, one.stop_reason, one.topk) for one in found],
-                found[0].prompt_logprobs,
-                found[0].topk_prompt_logprobs,
+                _last(found[0].prompt_logprobs, prompt_logprobs_last_n),
+                _last(found[0].topk_prompt_logprobs, prompt_logprobs_last_n),
             )
 
         return APIFuture(work)
 
-    def compute_logprobs(self, prompt: Any) -> APIFuture[list[float | None]]:
-        """The log-probability of every token of a prompt after those before it, None for the first."""
+    def compute_logprobs(self, prompt: Any, prompt_logprobs_last_n: int | None = None) -> APIFuture[list[float | None]]:
+        """The log-probability of every token of a prompt after those before it, None for the first.
+
+        Args:
+            prompt: a ModelInput, a tensor or a list of token ids.
+            prompt_logprobs_last_n: give the last so many, None for the others.
+        """
 
         def work() -> list[float | None]:
             request = SamplingRequest(self._ids(prompt), max_tokens=0, prompt_logprobs=True)
-            return self.engine.sample([request])[0].prompt_logprobs or []
+            return _last(self.engine.sample([request])[0].prompt_logprobs, prompt_logprobs_last_n) or []
 
         return APIFuture(work)
+
+    def get_base_model(self) -> str:
+        """What `luthier train` calls the base model."""
+        return self._base_model
 
     def get_tokenizer(self) -> Any:
         """The tokenizer that belongs to the model."""
         return self._tokenizer()
+
+    sample_async = gives_result(sample)
+    compute_logprobs_async = gives_result(compute_logprobs)
+    get_base_model_async = gives_future(get_base_model)
 
     @property
     def engine(self) -> SamplingEngine:
@@ -104,3 +128,24 @@ def snapshot(model: Any) -> Any:
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     copied = copy.deepcopy(model, {id(tensor): tensor for tensor in [*frozen, *model.buffers()]})
     return copied.requires_grad_(False)
+
+
+def refuse_stability(asked: bool) -> None:
+    """Raise where what only stable_reinforce reads is to be recorded.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if asked:
+        what = "it is for stable_reinforce, which is not offered"
+        raise ConfigError(what, where="record_stability_info", remedy="leave it out")
+
+
+def _last(values: list[Any] | None, count: int | None) -> list[Any] | None:
+    """The last so many values, None before them."""
+    if count is None or values is None:
+        return values
+    if not 1 <= count < max(len(values), 2):
+        what = f"{count} is no number from 1 to {len(values) - 1}, the tokens that have one before them"
+        raise ConfigError(what, where="prompt_logprobs_last_n")
+    return [None] * (len(values) - count) + values[len(values) - count :]

@@ -6,6 +6,7 @@ The SDK's own objects may be given instead: what is read of one is its attribute
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,6 +106,12 @@ class ModelInput:
 
     def to_ints(self) -> list[int]:
         return [int(token) for chunk in self.chunks for token in chunk.tokens]
+
+    def append(self, chunk: Any) -> ModelInput:
+        return ModelInput([*self.chunks, chunk])
+
+    def append_int(self, token: int) -> ModelInput:
+        return self.append(EncodedTextChunk([token]))
 
     @property
     def length(self) -> int:
@@ -237,6 +244,36 @@ class LoadWeightsResponse:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveWeightsForSamplerResponse:
+    """Where weights for sampling were written to."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelData:
+    """What a model is: its architecture, its name and its tokenizer's."""
+
+    arch: str | None = None
+    model_name: str | None = None
+    tokenizer_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GetInfoResponse:
+    """What a client trains; `lora_rank` is the smallest of the adapters' ranks."""
+
+    model_data: ModelData
+    model_id: str
+    is_lora: bool | None = None
+    lora_rank: int | None = None
+
+    @property
+    def model_name(self) -> str | None:
+        return self.model_data.model_name
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How texts are sampled.
 
@@ -266,12 +303,22 @@ class SampledSequence:
         logprobs: of each in the distribution that it was sampled from, so tempered; at temperature 0 the model's own.
         stop_reason: "stop" or "length".
         topk_logprobs: for each the likeliest (token, log-probability), if asked for.
+        sequence_id: another one for every text.
     """
 
     tokens: list[int]
     logprobs: list[float]
     stop_reason: str
     topk_logprobs: list[list[tuple[int, float]]] | None = None
+    sequence_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def tokens_np(self) -> np.ndarray:
+        return np.asarray(self.tokens, np.int32)
+
+    @property
+    def logprobs_np(self) -> np.ndarray:
+        return np.asarray(self.logprobs, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
