@@ -1,4 +1,4 @@
-"""The worker's samplers: which weights each samples from, and the texts that grow on them."""
+"""The worker's samplers: which weights each samples from, and the texts that grow on them, all in one engine."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ class _Group:
 
     Attributes:
         id: of the request.
-        engine: where they grow.
-        numbers: of the samples there.
+        numbers: of the samples in the engine.
         last: of how many positions of the prompt at its end log-probabilities are told.
         found: what has ended.
     """
 
     id: str
-    engine: SamplingEngine
     numbers: Sequence[int]
     last: int | None
     found: dict[int, SamplingResult] = field(default_factory=dict)
@@ -49,31 +47,32 @@ class SamplerPool:
     """
 
     def __init__(self, base: Any, tokenizer: Any, *, slots: int) -> None:
-        self._tokenizer = tokenizer
-        self._slots = slots
         self._vocabulary = int(base.get_input_embeddings().weight.shape[0])
         self._positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
-        self._engines: dict[str | None, SamplingEngine] = {None: self._engine(base)}
-        self._groups: dict[str, _Group] = {}
+        self._engine = SamplingEngine(base, tokenizer=tokenizer, slots=slots)
+        self._groups: dict[int, _Group] = {}
+        """Of each sample that has not ended, the request that it is of."""
 
     @property
     def busy(self) -> bool:
         """Whether a text is growing or waiting to."""
-        return bool(self._groups)
+        return self._engine.busy
 
     def add(self, name: str, model: Any, *, live: bool) -> None:
-        """Let a sampler be there.
+        """Let a sampler be there, in the place of one of its name.
 
         Args:
             name: of it.
             model: whose weights.
             live: sample from the model itself, whatever becomes of it; otherwise from how it is now.
         """
-        self._engines[name] = self._engine(model if live else snapshot(model))
+        self.remove(name)
+        self._engine.add(name, model if live else snapshot(model))
 
     def remove(self, name: str) -> None:
         """Forget a sampler; texts that grow on it end as they would."""
-        self._engines.pop(name, None)
+        if name in self._engine.adapters:
+            self._engine.remove(name)
 
     def submit(self, number: str, name: str | None, request: types.SampleRequest, seed: int) -> None:
         """Let a request join.
@@ -87,7 +86,7 @@ class SamplerPool:
         Raises:
             UserError: it cannot be sampled; what is wrong is named.
         """
-        engine, params = self._engines[name], request.sampling_params
+        params = request.sampling_params
         ids = [int(token) for token in read_prompt(request.prompt, self._vocabulary)]
         most = params.max_tokens
         if most is None:
@@ -103,25 +102,25 @@ class SamplerPool:
             seed=seed if params.seed is None else params.seed,
             stop=params.stop,
             topk_logprobs=request.topk_sample_logprobs,
+            adapter=name,
         )
         told = bool(request.prompt_logprobs)
         first = replace(one, prompt_logprobs=told, topk_prompt_logprobs=request.topk_prompt_logprobs)
         numbers: list[int] = []
         try:
             for sample in [first, *one.group(request.num_samples)[1:]]:
-                numbers.append(engine.submit(sample))
+                numbers.append(self._engine.submit(sample))
         except UserError:
             for begun in numbers:
-                engine.cancel(begun)
+                self._engine.cancel(begun)
             raise
-        self._groups[number] = _Group(number, engine, numbers, request.prompt_logprobs_last_n)
+        group = _Group(number, numbers, request.prompt_logprobs_last_n)
+        self._groups |= dict.fromkeys(numbers, group)
 
     def cancel(self, number: str) -> None:
         """Forget a request, whatever has become of it."""
-        group = self._groups.pop(number, None)
-        for one in group.numbers if group is not None else ():
-            if group is not None and one not in group.found:
-                group.engine.cancel(one)
+        for group in {id(group): group for group in self._groups.values() if group.id == number}.values():
+            self._forget(group)
 
     def step(self) -> list[Outcome]:
         """Let all texts grow by a token.
@@ -130,25 +129,26 @@ class SamplerPool:
             the requests that have ended.
         """
         outcomes: list[Outcome] = []
-        for engine in {id(group.engine): group.engine for group in self._groups.values()}.values():
-            try:
-                ended = engine.step()
-            except NonFiniteError as error:  # the engine has forgotten all of them
-                broken = [group.id for group in self._groups.values() if group.engine is engine]
-                for number in broken:
-                    del self._groups[number]
-                    outcomes.append((number, error))
+        for number in self._engine.step():
+            group = self._groups.get(number)
+            if group is None:  # of a request of which another sample failed in this very step
                 continue
-            for group in [group for group in self._groups.values() if group.engine is engine]:
-                for one in set(group.numbers) & set(ended):
-                    group.found[one] = engine.result(one)
-                if len(group.found) == len(group.numbers):
-                    del self._groups[group.id]
-                    outcomes.append((group.id, _answer(group)))
+            try:
+                group.found[number] = self._engine.result(number)
+            except NonFiniteError as error:
+                self._forget(group)
+                outcomes.append((group.id, error))
+                continue
+            if len(group.found) == len(group.numbers):
+                self._forget(group)
+                outcomes.append((group.id, _answer(group)))
         return outcomes
 
-    def _engine(self, model: Any) -> SamplingEngine:
-        return SamplingEngine(model, tokenizer=self._tokenizer, slots=self._slots)
+    def _forget(self, group: _Group) -> None:
+        for number in group.numbers:
+            self._groups.pop(number, None)
+            if number not in group.found:
+                self._engine.cancel(number)
 
 
 def _answer(group: _Group) -> tuple[dict[str, Any], bytes]:
