@@ -140,6 +140,8 @@ def _plain(cell: Cell) -> dict[str, Any]:
         gradients = cell.measured["gradients"]
         kept |= {"error": cell.error, "equal": gradients["equal"], "tensors": gradients["tensors"]}
         kept |= {"packed": cell.measured["packed"], "bound": cell.bounds.gradient}
+    if cell.widened is not None:
+        kept["widened"] = float(cell.widened["gradients"]["worst"])
     return kept
 
 

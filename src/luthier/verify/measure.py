@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from luthier.hf.source import ModelSource, resolve
 from luthier.parallel.mesh import Layout, Mesh
 from luthier.parallel.norm import settle
 from luthier.verify.compare import Difference, compare, copies_agree
+from luthier.verify.reference import widening
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16"}
 
@@ -76,6 +78,7 @@ class Subject:
         parallel: fields of the config's section; its degrees make the number of ranks there are.
         device: of this rank.
         options: other arguments of `build_state`.
+        widened: read and compute in float64 also what the model has in fp32 whatever it is told.
     """
 
     def __init__(
@@ -88,22 +91,25 @@ class Subject:
         parallel: Mapping[str, Any] | None = None,
         device: str = "cpu",
         options: Mapping[str, Any] | None = None,
+        widened: bool = False,
     ) -> None:
         config = ParallelConfig(**(parallel or {}))
         layout = Layout.resolve(config, dist.get_world_size() if dist.is_initialized() else 1)
         where = torch.device(device)
         self.mesh = _mesh(layout, where) if layout.ranks > 1 else None
         self.layout = layout
-        self.state = build_state(
-            _source(model),
-            adapter=LoraConfig(start_from=adapter) if adapter is not None else None,
-            optimizer=SGDConfig(name="sgd", learning_rate=learning_rate),
-            precision=PRECISIONS[precision],  # type: ignore[arg-type]
-            device=where,
-            mesh=self.mesh,
-            parallel=config,
-            **(options or {}),
-        )
+        self._wide = widening if widened else nullcontext
+        with self._wide():
+            self.state = build_state(
+                _source(model),
+                adapter=LoraConfig(start_from=adapter) if adapter is not None else None,
+                optimizer=SGDConfig(name="sgd", learning_rate=learning_rate),
+                precision=PRECISIONS[precision],  # type: ignore[arg-type]
+                device=where,
+                mesh=self.mesh,
+                parallel=config,
+                **(options or {}),
+            )
 
     def train(
         self,
@@ -128,7 +134,8 @@ class Subject:
         losses, norms, worst = [], [], None
         for number, documents in enumerate(steps, 1):
             batches = self._own(documents)
-            found = forward_backward_all(state, batches)
+            with self._wide():
+                found = forward_backward_all(state, batches)
             loss = sum((one.loss.double() for one in found), torch.zeros((), dtype=torch.float64, device=state.device))
             loss = mesh.sum(loss) if mesh is not None else loss
             if mesh is not None:

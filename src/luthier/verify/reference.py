@@ -1,7 +1,8 @@
 """The reference: unmodified Transformers (and PEFT) in one process of its own, each document alone.
 
 This file imports nothing of Luthier, so that the two sides of the proof share no code: it reads a directory as any
-user of Transformers would, and leaves losses, gradients and weights in files for the other side to look at.
+user of Transformers would, and leaves losses, gradients and weights in files for the other side to look at. What the
+other side takes from here is `widening` alone, which says float64 to both of them.
 """
 
 from __future__ import annotations
@@ -79,24 +80,24 @@ def run(
             and of new ones "rank", "alpha", "rslora", "modules" and "parameters" to adapt (full names of linear
             modules, and of weights of fused experts), "trained" modules to train whole; both matrices are random.
         device: where to compute.
-        widened: compute in float64 also what the model computes in fp32 whatever it is told.
+        widened: read and compute in float64 also what the model has in fp32 whatever it is told.
 
     Returns:
         "losses" and "norms" of the steps; "narrow": whether the model computes in fp32 inside, whatever it is told;
         "rounding": whether anything at all is rounded to fp32, activations in norms included; "class" of the model;
         "trained" and "total" parameters.
     """
-    plain = _load(model, precision, device)
-    trained = plain if adapter is None else _adapted(plain, adapter)
-    if widened:
-        trained.double()
+    wide = widening if widened else nullcontext
+    with wide():
+        plain = _load(model, precision, device)
+        trained = plain if adapter is None else _adapted(plain, adapter)
     losses, norms, narrow, rounding = [], [], False, False
     for number, documents in enumerate(steps, 1):
         trained.zero_grad(set_to_none=True)
         total = sum(sum(document["weights"]) for document in documents)
         loss = 0.0
         for document in documents:
-            with _watching(trained) as seen, _widening() if widened else nullcontext():
+            with _watching(trained) as seen, wide():
                 loss += _backward(trained, document, total)
             narrow, rounding = narrow or seen.narrow, rounding or seen.rounding
         gradients = {n: p.grad for n, p in trained.named_parameters() if p.grad is not None}
@@ -141,14 +142,7 @@ def reload(export: str, precision: str, output: str, adapter_of: Mapping[str, An
         base = _load(adapter_of, precision, "cpu")
         opened = PeftModel.from_pretrained(base, export, is_trainable=True, autocast_adapter_dtype=False)
         trained = opened
-        # The file's own values: there are types (laguna) whose adapters PEFT gives other names when it reads them than
-        # when it writes them, so that it cannot open its own files.
-        file = load_file(Path(export) / "adapter_model.safetensors")
-        named = {}
-        for name, parameter in opened.named_parameters():
-            if parameter.requires_grad:
-                key = name.replace(".default.", ".").replace(".modules_to_save.", ".")
-                named[name] = file[key].to(parameter.dtype) if key in file else parameter
+        named = {name: p for name, p in opened.named_parameters() if p.requires_grad} | _own_file(opened, Path(export))
     return {"names": _write(trained, named, Path(output))}
 
 
@@ -195,7 +189,11 @@ def _adapted(model: Any, adapter: Mapping[str, Any]) -> Any:
 
     directory = Path(adapter["directory"])
     if (directory / "adapter_config.json").is_file():
-        return PeftModel.from_pretrained(model, str(directory), is_trainable=True, autocast_adapter_dtype=False)
+        opened = PeftModel.from_pretrained(model, str(directory), is_trainable=True, autocast_adapter_dtype=False)
+        with torch.no_grad():
+            for name, value in _own_file(opened, directory).items():
+                opened.get_parameter(name).copy_(value)
+        return opened
     modules = list(adapter["modules"])
     if model.config.model_type in _MAMBAS:
         modules = [name for name in modules if not name.endswith("out_proj")]
@@ -214,6 +212,19 @@ def _adapted(model: Any, adapter: Mapping[str, Any]) -> Any:
     return adapted
 
 
+def _own_file(opened: Any, directory: Path) -> dict[str, torch.Tensor]:
+    """Values of an adapter as its file has them, by the names of its parameters: there are types (laguna) whose
+    adapters PEFT gives other names when it reads them than when it writes them, so that it cannot open its own files.
+    """
+    file = load_file(directory / "adapter_model.safetensors")
+    keys = {
+        name: name.replace(".default.", ".").replace(".modules_to_save.", ".")
+        for name, parameter in opened.named_parameters()
+        if parameter.requires_grad
+    }
+    return {name: file[key].to(opened.get_parameter(name).dtype) for name, key in keys.items() if key in file}
+
+
 def _backward(model: Any, document: Mapping[str, Any], total: float) -> float:
     device = next(model.parameters()).device
     ids = torch.tensor([document["tokens"]], device=device)
@@ -229,15 +240,21 @@ class _Widen(TorchFunctionMode):
     """Says float64 wherever a model says fp32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.view, torch.frombuffer):  # the bytes of a file are what they are
+            return func(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
             func = torch.Tensor.double
+        if func is torch._grouped_mm:  # refuses float64; what Transformers has in its place does not
+            return torch.ops.transformers.grouped_mm_fallback(*args[:2], offs=kwargs["offs"])
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
         return func(*args, **kwargs)
 
 
 @contextmanager
-def _widening() -> Iterator[None]:
+def widening() -> Iterator[None]:
+    """Within it models read and compute in float64 what they would have in fp32, so that two sides which do the same
+    agree to float64's own rounding, however many digits fp32 would have left of sums in which large numbers cancel."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,19 +17,15 @@ from luthier.hf.experts import find_experts
 from luthier.hf.linear import linear_shape
 from luthier.hf.load import build_on_meta, model_class
 from luthier.hf.source import load_config, resolve
-from luthier.verify.compare import compare
 from luthier.verify.group import Failed, Group, Refused
-from luthier.verify.measure import TensorFile
 
 LEARNING_RATE, MAX_GRADIENT_NORM = 0.1, 1.0
 """Plain gradient descent: Adam would blow up rounding errors where a gradient is zero in exact arithmetic."""
 
-_NOISE_BOUND = 1e-4
-"""What is further off than this is wrong, whatever a model computes in."""
 BOUND_OF_NARROW = 1e-6
 """What a gradient may be off in models that compute in fp32 inside, without more being asked."""
-OWN_ERRORS = 1.5
-"""How many times the error of plain Transformers a layout may be off, of models that compute in fp32 inside."""
+_NOISE_BOUND = 1e-4
+"""What it may be off there if both sides agree once nothing is rounded to fp32; what is further off is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +52,7 @@ class Bounds:
         """
         if precision == "float64":
             return Bounds(BOUND_OF_NARROW, 1e-6, 1e-7) if narrow else Bounds(1e-10, 1e-9, 1e-13)
-        return Bounds(1e-5, 1e-5, 1e-6)
+        return Bounds(2e-6, 1e-5, 1e-6)
 
 
 Status = Literal["right", "refused", "wrong", "failed"]
@@ -75,6 +70,8 @@ class Cell:
         measured: a `Measured` as plain data, None where there is none.
         export: the difference of the export read back, as a `Difference`.
         bounds: what it was held to.
+        widened: a `Measured` of both sides with float64 in the place of the model's fp32, held to the bounds of
+            float64, where the model was further off than fp32 inside is allowed without; None elsewhere.
     """
 
     layout: str
@@ -84,6 +81,7 @@ class Cell:
     measured: Mapping[str, Any] | None = None
     export: Mapping[str, Any] | None = None
     bounds: Bounds | None = None
+    widened: Mapping[str, Any] | None = None
 
     @property
     def error(self) -> float:
@@ -209,66 +207,52 @@ class Trial:
             "options": self._options,
         }
 
-        def measure(reference: Mapping[str, Any], bounds: Bounds) -> Cell:
-            measured = group.call(
+        def measure(reference: Mapping[str, Any], negligible: float, *, widened: bool) -> dict[str, Any]:
+            return group.call(
                 "measure",
-                subject=subject,
+                subject={**subject, "widened": True, "precision": "float64"} if widened else subject,
                 steps=self._steps,
                 reference={key: reference[key] for key in ("losses", "norms")},
                 gradients=reference["output"],
                 max_gradient_norm=MAX_GRADIENT_NORM,
-                negligible=bounds.negligible,
-                export=str(self._scratch / "export"),
+                negligible=negligible,
+                export=None if widened else str(self._scratch / "export"),
             )
-            export = self._round_trip(group, expected["precision"], lora)
-            found = fault(measured, export, bounds)
-            return Cell(name, "wrong" if found else "right", found, "", measured, export, bounds)
 
         try:
-            cell = measure(expected, bounds)
-            if cell.status == "wrong" and expected["narrow"] and bounds.gradient < cell.error < _NOISE_BOUND:
-                cell = measure(*self._exact(bounds, lora))
-            return cell
+            measured = measure(expected, bounds.negligible, widened=False)
+            export = self._round_trip(group, expected["precision"], lora)
+            found = fault(measured, export, bounds)
+            wide = None
+            loose = replace(bounds, gradient=_NOISE_BOUND)
+            narrow = expected["narrow"] or expected["precision"] != "float64"
+            if found and narrow and not fault(measured, export, loose):
+                bounds, exact = loose, Bounds.of("float64", narrow=False)
+                wide = measure(self._widened(lora), exact.negligible, widened=True)
+                found = fault(wide, export, exact)
+                found = found and f"with float64 in the place of fp32: {found}"
+            return Cell(name, "wrong" if found else "right", found, "", measured, export, bounds, wide)
         except Refused as error:
             return Cell(name, "refused", str(error), bounds=bounds)
         except Failed as error:
             return Cell(name, "failed", str(error), error.trace, bounds=bounds)
 
-    def _exact(self, bounds: Bounds, lora: bool) -> tuple[dict[str, Any], Bounds]:
-        """What the reference would say if nothing in it were fp32, and the bounds of those who compute partly in fp32:
-        no further from that than one and a half times what plain Transformers is, as it computes or in fp32 throughout.
-        They add the same numbers in another order, and where large ones cancel few digits are left in any order.
+    def _widened(self, lora: bool) -> dict[str, Any]:
+        """What the reference says if nothing in it is fp32; asked once.
 
-        Where other experts are chosen once nothing is rounded, that is no measure, and the reference itself stays."""
+        Sums in fp32 that are added in another order are off by a share of what is added, not of what is left, and
+        where large numbers cancel little is left. No bound on that difference tells rounding from a fault. If nothing
+        is rounded to fp32 on either side, only a fault is left."""
         expected = self.expected(lora)
-        adapter = {"directory": expected["adapter"]} if lora else None
-        if "exact" not in expected:
-            told = {}
-            for name, how in (("exact", {"widened": True}), ("narrow", {})):
-                output = self._scratch / (f"{name}-lora" if lora else name)
-                shutil.rmtree(output, ignore_errors=True)
-                output.mkdir()
-                precision = expected["precision"] if how else "float32"
-                told[name] = {**self._run(precision, output, adapter, **how), "output": str(output)}
-            same = all(
-                math.isclose(a, b, rel_tol=bounds.loss)
-                for a, b in zip(told["exact"]["losses"], expected["losses"], strict=True)
-            )
-            best = told["exact"] if same else expected
-            errors = [self._off(one["output"], best["output"], bounds) for one in (told["narrow"], expected)]
-            expected["exact"] = {**best, "error": max(errors)}
-        exact = expected["exact"]
-        allowed = min(_NOISE_BOUND, max(bounds.gradient, OWN_ERRORS * exact["error"]))
-        return exact, replace(bounds, gradient=allowed)
-
-    def _off(self, output: str, best: str, bounds: Bounds) -> float:
-        """The largest difference of gradients in two directories of the reference's."""
-        worst = 0.0
-        for number in range(1, len(self._steps) + 1):
-            ours, exact = (TensorFile(Path(place) / f"gradients-{number}.safetensors") for place in (output, best))
-            held = {name: (value, value) for name, value in ours.items()}
-            worst = max(worst, compare(held, exact, negligible=bounds.negligible, everywhere=False).worst)
-        return worst
+        if "widened" not in expected:
+            output = self._scratch / ("widened-lora" if lora else "widened")
+            shutil.rmtree(output, ignore_errors=True)
+            output.mkdir()
+            adapter = {"directory": expected["adapter"]} if lora else None
+            told = self._run("float64", output, adapter, widened=True)
+            expected["widened"] = {**told, "output": str(output)}
+        told = expected["widened"]
+        return told
 
     def _run(
         self, precision: str, output: Path, adapter: Mapping[str, Any] | None, *, widened: bool = False

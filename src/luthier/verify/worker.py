@@ -53,21 +53,22 @@ class Worker:
         gradients: str,
         max_gradient_norm: float,
         negligible: float,
-        export: str,
+        export: str | None,
     ) -> dict[str, Any]:
         """Train as the reference did and write an export.
 
         Args:
             subject: arguments of `Subject`.
             steps, reference, gradients, max_gradient_norm, negligible: of `Subject.train`.
-            export: a directory to write.
+            export: a directory to write; None writes nothing.
         """
         self._subject = None
         made = Subject(**subject, device=self._device)
         measured = made.train(
             steps, reference, Path(gradients), max_gradient_norm=max_gradient_norm, negligible=negligible
         )
-        made.export(Path(export))
+        if export is not None:
+            made.export(Path(export))
         self._subject = made
         return asdict(measured)
 
