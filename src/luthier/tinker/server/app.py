@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,9 @@ async def _listen(app: FastAPI, config: ServerConfig, announce: Any) -> None:
     while not server.started and not serving.done():
         await asyncio.sleep(0.02)
     if server.started:
+        # uvicorn would send itself the signal once more, and end before anything is put away
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
         port = server.servers[0].sockets[0].getsockname()[1]
         host = f"[{config.host}]" if ":" in config.host else config.host
         announce(f"http://{host}:{port}")
