@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import math
 import re
 import secrets
 import time
@@ -73,14 +75,16 @@ class Doorkeeper:
         self._store = store
         self._open_house = open_house
         self._known: set[str] = set()
-        self._read = -_FRESH
+        self._read = -math.inf
+        self._reading = asyncio.Lock()
 
     async def owner(self, key: str | None) -> str | None:
         """Whose the key is: the digest of it; None where it opens nothing."""
         if not key:
             return None
-        if time.monotonic() - self._read > _FRESH:
-            rows = await self._store.run(lambda connection: connection.execute(sql.select(keys.c.digest)).all())
-            self._known, self._read = {str(digest) for (digest,) in rows}, time.monotonic()
+        async with self._reading:
+            if time.monotonic() - self._read > _FRESH:
+                rows = await self._store.run(lambda connection: connection.execute(sql.select(keys.c.digest)).all())
+                self._known, self._read = {str(digest) for (digest,) in rows}, time.monotonic()
         digest = digest_of(key)
         return digest if digest in self._known or (self._open_house and not self._known) else None

@@ -9,11 +9,14 @@ gradients are about, and as often as to keep that repetition short.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sql
+from sqlalchemy.exc import SQLAlchemyError
 
+from luthier.errors import UserError
 from luthier.tinker.server import store as books
 from luthier.tinker.server.process import Refused, WorkerLost
 from luthier.tinker.server.records import Checkpoint, Kind, Model, Operation, Sampler
@@ -30,6 +33,8 @@ _SNAPSHOT_SHARE = 20
 """Snapshots take at most one part in so many of the time."""
 _MOST_DEATHS = 2
 """Workers that an operation may end before it is given up."""
+_PAUSE = 1.0
+"""Seconds after which a line goes on where the books or the disk failed."""
 _CHANGES = ("create", "forward_backward", "optim_step", "load", "refused")
 
 
@@ -52,13 +57,20 @@ class Line:
         """Number of the operation that is at work, or that is waited for."""
         self._changed = asyncio.Event()
         self._current: Operation | None = None
+        self._missing = (-1, 0.0)
+        """A number that is waited for while later ones are there, and since when."""
         self._generation = 0
+        """Of the worker that has the model as it is now."""
+        self._asked = 0
+        """Of the worker that calls are meant for."""
         self._cost = 0.0
         self._snapshot_seconds = 0.0
         self.lock = asyncio.Lock()
         """Held while the worker does something for this model."""
         self.loads = 0
         """Counts how often the model was made in a worker."""
+        self.is_over = False
+        """Whether its session was closed, so that nobody will ask for more."""
 
     def add(self, operation: Operation) -> None:
         """Let an operation wait for its turn."""
@@ -72,7 +84,7 @@ class Line:
 
     def needs(self, operation: Operation) -> bool:
         """Whether an operation that has ended may have to be done again."""
-        return operation.number > self.model.snapshot and operation.kind in _CHANGES
+        return not self.is_over and operation.number > self.model.snapshot and operation.kind in _CHANGES
 
     def drop(self, operation: Operation) -> None:
         """Forget one that has ended and will not be done again."""
@@ -81,34 +93,46 @@ class Line:
     async def run(self) -> None:
         """Do what comes, for ever."""
         while True:
-            operation = self._operations.get(self.next)
-            if operation is None:
-                await self._wait()
-                continue
-            if operation.status == "waiting":
-                self._current = operation
-                await self._do(operation)
-                self._current = None
-            else:
-                await self._pass_over(operation)
-            self.next += 1
-            if operation.status == "done" and self._is_due(operation):
-                await self._take_snapshot(operation.number)
+            try:
+                await self._go_on()
+            except (SQLAlchemyError, OSError) as error:
+                self._service.metrics.crashed(error)
+                self._generation = 0  # the worker may have done what the books do not know
+                await asyncio.sleep(_PAUSE)
 
-    async def load(self) -> None:
+    async def _go_on(self) -> None:
+        operation = self._operations.get(self.next)
+        if operation is None:
+            await self._wait()
+            return
+        if operation.status == "waiting":
+            self._current = operation
+            try:
+                await self._do(operation)
+            finally:
+                self._current = None
+        else:
+            await self._pass_over(operation)
+        self.next += 1
+        if operation.status == "done" and self._is_due(operation):
+            await self._take_snapshot(operation.number)
+
+    async def load(self) -> int:
         """Let the worker have the model as it is now. The caller holds the lock.
+
+        Returns:
+            the worker's generation.
 
         Raises:
             WorkerLost: try again.
             Refused: it cannot be made.
         """
-        worker = self._service.worker
-        generation = worker.generation
-        if generation and self._generation == generation:
-            return
+        generation = await self._service.worker.here()
+        if self._generation == generation:
+            return generation
         model = self.model
+        self._generation, self._asked = 0, generation
         await self._call("load", {"command": "create", "lora": model.lora, "seed": model.seed})
-        generation = worker.generation
         if model.snapshot >= 0:
             directory = self._service.files.snapshots(model.id) / str(model.snapshot)
             await self._call("load", {"command": "restore", "directory": str(directory), "optimizer": True})
@@ -118,6 +142,7 @@ class Line:
                 await self._again(operation)
         self._generation = generation
         self.loads += 1
+        return generation
 
     async def give_up(self, operation: Operation, why: str) -> None:
         """Let an operation that waits fail, unless the worker is at it already."""
@@ -127,9 +152,21 @@ class Line:
     async def unload(self) -> None:
         """Free what the worker keeps of the model; it is brought back when it is needed."""
         async with self.lock:
-            if self._generation == self._service.worker.generation:
-                self._service.worker.tell({"command": "unload", "model": self.model.id})
+            self._service.worker.tell({"command": "unload", "model": self.model.id})
             self._generation = 0
+
+    async def close(self) -> None:
+        """Forget what the model would be brought back from, once all that waits has ended: its session was closed."""
+        self.is_over = True
+        for operation in self.waiting:
+            await operation.finished.wait()
+        await self.unload()
+        model, table = self.model, books.models
+        await self._service.store.run(
+            lambda connection: connection.execute(table.update().where(table.c.id == model.id).values(snapshot=-1))
+        )
+        model.snapshot = -1
+        await asyncio.to_thread(self._service.files.remove, self._service.files.snapshots(model.id))
 
     # --- one operation --------------------------------------------------------------------------------------------
 
@@ -139,8 +176,12 @@ class Line:
         if not any(number > self.next for number in self._operations):
             await self._changed.wait()
             return
+        number, since = self._missing
+        if number != self.next:
+            since = time.monotonic()
+            self._missing = (self.next, since)
         try:
-            await asyncio.wait_for(self._changed.wait(), GAP_SECONDS)
+            await asyncio.wait_for(self._changed.wait(), since + GAP_SECONDS - time.monotonic())
         except TimeoutError:
             await self.refuse(self.next, f"request {self.next} never came", breaks=True)
 
@@ -163,7 +204,7 @@ class Line:
         operation.status, operation.error, operation.category = "failed", error, "user"
         operation.finished.set()
         self._service.operations[operation.id] = operation
-        await self._service.store.run(lambda connection: books.insert(connection, operation))
+        await self._service.store.run(lambda connection: books.replace(connection, operation))
         self.add(operation)
 
     async def _do(self, operation: Operation) -> None:
@@ -173,7 +214,7 @@ class Line:
                 async with self.lock:
                     await self.load()
                     await getattr(self, f"_{operation.kind}")(operation)
-            except Refused as refusal:
+            except (Refused, UserError) as refusal:
                 await service.fail(operation, str(refusal), "user")
             except WorkerLost as lost:
                 operation.deaths += lost.guilty
@@ -183,16 +224,12 @@ class Line:
 
     async def _pass_over(self, operation: Operation) -> None:
         """Let the step that a refused call belongs to be refused."""
-        while _breaks(operation):
-            try:
-                async with self.lock:
-                    await self.load()
-                    await self._call(operation.id, {"command": "break", "error": operation.error})
-            except WorkerLost:
-                continue
-            except Refused:
-                pass
+        if not _breaks(operation):
             return
+        async with self.lock:
+            if self._generation == self._service.worker.generation:  # otherwise `load` will say so
+                with contextlib.suppress(Refused, WorkerLost):
+                    await self._call(operation.id, {"command": "break", "error": operation.error})
 
     async def _again(self, operation: Operation) -> None:
         """Repeat what an operation did to the weights."""
@@ -212,7 +249,9 @@ class Line:
 
     async def _call(self, number: str, head: dict[str, Any], payload: bytes = b"") -> tuple[dict[str, Any], bytes]:
         number = f"{self.model.id}:{number}" if number == "load" else number
-        answer, content = await self._service.worker.call(number, {"model": self.model.id, **head}, payload)
+        answer, content = await self._service.worker.call(
+            number, {"model": self.model.id, **head}, payload, generation=self._asked
+        )
         self._cost += answer.get("seconds", 0.0)
         return answer, content
 
@@ -268,7 +307,9 @@ class Line:
         )
         told = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
         await self._service.finish(operation, as_json(told), also=lambda c: books.replace(c, sampler))
-        self._service.samplers.enter(sampler, loaded=self)
+        self._service.samplers.enter(sampler, loaded=(self._generation, self.loads if is_live else 0))
+        if self.is_over:
+            await self._service.samplers.remove(sampler.id)
 
     async def _save_external(self, operation: Operation) -> None:
         await self._save_files(operation, "external_weights", "save_weights_external")
@@ -313,6 +354,8 @@ class Line:
     # --- snapshots ------------------------------------------------------------------------------------------------
 
     def _is_due(self, operation: Operation) -> bool:
+        if self.is_over:
+            return False
         if operation.kind == "load" or (operation.kind == "create" and "restore" in operation.details):
             return True  # what it was read from may be gone when it would have to be read again
         worth = max(_REPLAY_SECONDS, _SNAPSHOT_SHARE * self._snapshot_seconds)

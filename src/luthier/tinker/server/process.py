@@ -74,20 +74,35 @@ class WorkerProcess:
         await self._launch()
         return asyncio.create_task(self._supervise())
 
-    async def call(self, number: str, head: dict[str, Any], payload: bytes = b"") -> tuple[dict[str, Any], bytes]:
+    async def here(self) -> int:
+        """Wait until there is a worker.
+
+        Returns:
+            its generation.
+        """
+        while self._end is None:
+            await self._ready.wait()
+        return self.generation
+
+    async def call(
+        self, number: str, head: dict[str, Any], payload: bytes = b"", *, generation: int | None = None
+    ) -> tuple[dict[str, Any], bytes]:
         """Have something done.
 
         Args:
             number: of the call, unique among those in flight.
             head: the command and what it needs.
             payload: bytes for it.
+            generation: of the worker that has got what the command is about; None where any will do.
 
         Raises:
             Refused: it cannot be done, as the worker says why.
             WorkerLost: try again.
         """
-        while self._end is None:
-            await self._ready.wait()
+        here = await self.here()
+        if generation is not None and generation != here:
+            raise WorkerLost(guilty=False)
+        assert self._end is not None
         future: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
         if head["command"] == "sample":
@@ -103,14 +118,25 @@ class WorkerProcess:
         if self._end is not None:
             self._end.send({"id": "", **head})
 
+    def forget(self, number: str) -> None:
+        """Stop a sample; whoever waits for it gets `WorkerLost`."""
+        if (future := self._calls.pop(number, None)) is not None:
+            self._begun.discard(number)
+            self.tell({"command": "cancel", "target": number})
+            if not future.done():
+                future.set_exception(WorkerLost(guilty=False))
+
     async def stop(self) -> None:
         """End it."""
         self._close()
+        await self._end_process()
+        shutil.rmtree(self._room, ignore_errors=True)
+
+    async def _end_process(self) -> None:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
-        shutil.rmtree(self._room, ignore_errors=True)
 
     async def _launch(self) -> None:
         socket = self._room / "worker"
@@ -165,8 +191,9 @@ class WorkerProcess:
                 await asyncio.sleep(pause)
                 pause = min(_LONGEST_PAUSE, pause * 2)
                 try:
+                    await self._end_process()
                     await self._launch()
-                except ModelError as error:
+                except (ModelError, OSError) as error:
                     logger.error("worker does not start", extra={"fields": {"error": str(error)}})
                 else:
                     break

@@ -136,7 +136,7 @@ class Operation:
         media: media type of its result.
         finished: set when it is done or has failed.
         deaths: how many workers ended while they were at it.
-        payload: what was sent, until a worker has it; None where it is in the store alone.
+        is_fetched: whether its result was handed out since the server began.
     """
 
     id: str
@@ -154,4 +154,4 @@ class Operation:
     media: str = "application/json"
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     deaths: int = 0
-    payload: bytes | None = None
+    is_fetched: bool = False

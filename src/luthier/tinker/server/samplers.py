@@ -6,8 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from luthier.tinker.server import store as books
-from luthier.tinker.server.line import Line
 from luthier.tinker.server.process import Refused, WorkerLost
 from luthier.tinker.server.records import Operation, Sampler
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 _MOST_DEATHS = 3
 """Workers that may end while a sample grows before it is given up; most of them did so for another's sake."""
+_PAUSE = 1.0
+"""Seconds after which a sample is tried anew where the books or the disk failed."""
 
 
 class Samplers:
@@ -29,33 +32,44 @@ class Samplers:
         self._service = service
         self.records: dict[str, Sampler] = {}
         self._loaded: dict[str, tuple[int, int]] = {}
+        """The worker's generation, and how often it had made the model that a live sampler is of."""
         self._locks: dict[str, asyncio.Lock] = {}
+        """Held while a sampler is loaded or unloaded."""
 
-    def enter(self, sampler: Sampler, loaded: Line | None = None) -> None:
-        """Let a sampler be there.
-
-        Args:
-            loaded: the line in whose turn the worker has got it already.
-        """
+    def enter(self, sampler: Sampler, loaded: tuple[int, int]) -> None:
+        """Let a sampler be there that the worker has got already, and the books too."""
         self.records[sampler.id] = sampler
-        if loaded is not None:
-            live = loaded.loads if sampler.model_id is not None else 0
-            self._loaded[sampler.id] = (self._service.worker.generation, live)
+        self._loaded[sampler.id] = loaded
 
     async def create(self, sampler: Sampler) -> None:
         """Enter a new sampler in the books."""
+        self.records[sampler.id] = sampler
         await self._service.store.run(lambda connection: books.replace(connection, sampler))
-        self.enter(sampler)
 
     async def run(self, operation: Operation) -> None:
         """Have a sample made."""
+        while operation.status == "waiting":
+            try:
+                await self._try(operation)
+            except (SQLAlchemyError, OSError) as error:
+                self._service.metrics.crashed(error)
+                await asyncio.sleep(_PAUSE)
+
+    async def _try(self, operation: Operation) -> None:
         service = self._service
         payload = await service.payload(operation)
         while operation.status == "waiting":
+            sampler = self.records.get(operation.line)
+            if sampler is None:
+                await service.fail(operation, "its sampler was removed", "user")
+                return
             try:
-                name = await self._ready(self.records[operation.line])
+                generation = await self._ready(sampler)
+                if operation.status != "waiting":  # it was given up meanwhile
+                    return
+                name = None if generation is None else sampler.id
                 head = {"command": "sample", "sampler": name, "seed": operation.details["seed"]}
-                answer, content = await service.worker.call(operation.id, head, payload)
+                answer, content = await service.worker.call(operation.id, head, payload, generation=generation)
             except Refused as refusal:
                 await service.fail(operation, str(refusal), "user")
             except WorkerLost as lost:
@@ -64,51 +78,53 @@ class Samplers:
                     await service.fail(operation, "the worker died while this grew; see the server's log", "server")
             else:
                 service.metrics.sampled(answer["tokens"])
-                if operation.status == "waiting":  # it may have been given up meanwhile
-                    await service.finish(operation, content, answer["media"])
+                await service.finish(operation, content, answer["media"])
 
-    def unload(self, sampler_id: str) -> None:
+    async def unload(self, sampler_id: str) -> None:
         """Free what the worker keeps of a sampler; it is brought back when it is needed."""
-        if self._loaded.pop(sampler_id, None) is not None:
-            self._service.worker.tell({"command": "drop_sampler", "sampler": sampler_id})
+        async with self._lock(sampler_id):
+            if self._loaded.pop(sampler_id, None) is not None:
+                self._service.worker.tell({"command": "drop_sampler", "sampler": sampler_id})
 
     async def remove(self, sampler_id: str) -> None:
-        """Let a sampler be gone."""
-        self.unload(sampler_id)
-        sampler = self.records.pop(sampler_id)
+        """Let a sampler be gone; samples that grow on it end as they would, and those that wait fail."""
+        sampler = self.records.pop(sampler_id, None)
+        if sampler is None:
+            return
+        await self.unload(sampler_id)
         self._locks.pop(sampler_id, None)
         await self._service.store.run(lambda connection: books.delete(connection, sampler))
         if sampler.directory is not None and sampler.model_path is None:
             await asyncio.to_thread(self._service.files.remove, Path(sampler.directory))
 
-    async def _ready(self, sampler: Sampler) -> str | None:
+    def _lock(self, sampler_id: str) -> asyncio.Lock:
+        return self._locks.setdefault(sampler_id, asyncio.Lock())
+
+    async def _ready(self, sampler: Sampler) -> int | None:
         """Let the worker have a sampler's weights.
 
         Returns:
-            its name there; None for the base.
+            the generation of the worker that has them; None for the base, which all have.
         """
         service = self._service
         if sampler.directory is None and sampler.model_id is None:
             return None
         line = service.lines[sampler.model_id] if sampler.model_id is not None else None
-        async with self._locks.setdefault(sampler.id, asyncio.Lock()):
+        async with self._lock(sampler.id):
             if line is None:
-                await self._load(sampler, 0)
-            else:
-                async with line.lock:
-                    await line.load()
-                    await self._load(sampler, line.loads)
-        return sampler.id
+                return await self._load(sampler, await service.worker.here(), 0)
+            async with line.lock:
+                return await self._load(sampler, await line.load(), line.loads)
 
-    async def _load(self, sampler: Sampler, loads: int) -> None:
-        worker = self._service.worker
-        if self._loaded.get(sampler.id) == (worker.generation, loads):
-            return
+    async def _load(self, sampler: Sampler, generation: int, loads: int) -> int:
+        if self._loaded.get(sampler.id) == (generation, loads):
+            return generation
         head = {
             "command": "load_sampler",
             "sampler": sampler.id,
             "model": sampler.model_id,
             "directory": sampler.directory,
         }
-        await worker.call(f"{sampler.id}:load", head)
-        self._loaded[sampler.id] = (worker.generation, loads)
+        await self._service.worker.call(f"{sampler.id}:load", head, generation=generation)
+        self._loaded[sampler.id] = (generation, loads)
+        return generation

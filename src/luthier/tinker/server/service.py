@@ -64,6 +64,8 @@ class Service:
         self.operations: dict[str, Operation] = {}
         self.lines: dict[str, Line] = {}
         self.samplers = Samplers(self)
+        self._closing: set[str] = set()
+        """Operations whose end is being entered in the books."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -86,6 +88,11 @@ class Service:
         self.metrics.resumed(sum(operation.status == "waiting" for operation in self.operations.values()))
         for model in self.models.values():
             self._line(model, by_line.get(model.id, []))
+        for line in self.lines.values():
+            if self.sessions[line.model.session_id].ended is not None:
+                line.is_over = True
+                if line.model.snapshot >= 0:
+                    self.begin(line.close())
         for operation in self.operations.values():
             if operation.kind == "sample" and operation.status == "waiting":
                 self.begin(self.samplers.run(operation))
@@ -166,6 +173,8 @@ class Service:
                 raise Conflict
             # acknowledged when it is in the books, and not before
             await self.store.run(lambda connection: None)
+            if operation.id not in self.operations:
+                raise Conflict
             return earlier
         if (line := self.lines.get(operation.line)) is not None and operation.number < line.next:
             raise Conflict  # done, fetched and forgotten
@@ -175,9 +184,8 @@ class Service:
 
         def enter(connection: sql.Connection) -> None:
             if model is not None:
-                books.insert(connection, model)
-            row = books.row_of(operation) | {"payload": payload}
-            connection.execute(books.operations.insert().values(row))
+                books.replace(connection, model)
+            books.replace(connection, operation, payload=payload)
 
         try:
             await self.store.run(enter)
@@ -208,27 +216,35 @@ class Service:
         Args:
             also: what is to be entered in the same transaction.
         """
-        operation.media = media
         await self._close(operation, "done", {"media": media, "result": result}, also)
 
     async def fail(self, operation: Operation, error: str, category: Category) -> None:
         """Enter that an operation failed."""
-        operation.error, operation.category = error, category
+        error = error.replace("\0", "\\0")  # which PostgreSQL does not keep
         await self._close(operation, "failed", {"error": error, "category": category}, None)
 
     async def payload(self, operation: Operation) -> bytes:
         """What was sent."""
-        return await self._column(operation, books.operations.c.payload)
+        table = books.operations
+        query = sql.select(table.c.payload).where(table.c.id == operation.id)
+        found = await self.store.run(lambda connection: connection.execute(query).scalar_one_or_none())
+        return bytes(found or b"")
 
     async def result(self, operation: Operation) -> bytes:
         """What it gave; the books note that it was fetched."""
-        content = await self._column(operation, books.operations.c.result)
         table = books.operations
-        await self.store.run(
-            lambda connection: connection.execute(
-                table.update().where(table.c.id == operation.id, table.c.fetched.is_(None)).values(fetched=time.time())
-            )
-        )
+
+        def fetch(connection: sql.Connection) -> bytes:
+            found = connection.execute(
+                sql.select(table.c.result).where(table.c.id == operation.id)
+            ).scalar_one_or_none()
+            if not operation.is_fetched:
+                values = {"fetched": time.time()}
+                connection.execute(table.update().where(table.c.id == operation.id).values(values))
+            return bytes(found or b"")
+
+        content = await self.store.run(fetch)
+        operation.is_fetched = True
         return content
 
     async def forget(self, gone: list[str]) -> None:
@@ -247,6 +263,8 @@ class Service:
         values: dict[str, Any],
         also: Callable[[sql.Connection], None] | None,
     ) -> None:
+        if operation.status != "waiting" or operation.id in self._closing:  # it was given up and finished at once
+            return
         table = books.operations
 
         def enter(connection: sql.Connection) -> None:
@@ -254,18 +272,16 @@ class Service:
             if also is not None:
                 also(connection)
 
-        await self.store.run(enter)
+        self._closing.add(operation.id)
+        try:
+            await self.store.run(enter)
+        finally:
+            self._closing.discard(operation.id)
+        operation.error, operation.category = values.get("error"), values.get("category")
+        operation.media = values.get("media", operation.media)
         operation.status = status
         operation.finished.set()
         self.metrics.finished(operation)
-
-    async def _column(self, operation: Operation, column: sql.ColumnElement[Any]) -> bytes:
-        found = await self.store.run(
-            lambda connection: connection.execute(
-                sql.select(column).where(books.operations.c.id == operation.id)
-            ).scalar_one_or_none()
-        )
-        return bytes(found or b"")
 
     def _line(self, model: Model, known: list[Operation]) -> None:
         line = self.lines[model.id] = Line(self, model, known)

@@ -7,6 +7,7 @@ holds a connection.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -19,6 +20,8 @@ from luthier.errors import ConfigError, first_line
 from luthier.tinker.server.records import Checkpoint, Model, Operation, Sampler, Session
 
 Result = TypeVar("Result")
+_PATIENCE = 30.0
+"""Seconds that a database may be away without anybody noticing."""
 
 metadata = sql.MetaData()
 
@@ -141,15 +144,18 @@ class Store:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.now, work)
 
     def now(self, work: Callable[[sql.Connection], Result]) -> Result:
-        """Do something in a transaction at once. A lost connection is tried anew once."""
-        try:
-            with self._engine.begin() as connection:
-                return work(connection)
-        except OperationalError as error:
-            if not error.connection_invalidated:
-                raise
-        with self._engine.begin() as connection:
-            return work(connection)
+        """Do something in a transaction at once. A PostgreSQL that is away is waited for; as nobody knows what came
+        through before it went, all that is done can be done twice."""
+        end, pause = time.monotonic() + _PATIENCE, 0.1
+        while True:
+            try:
+                with self._engine.begin() as connection:
+                    return work(connection)
+            except OperationalError:
+                if self._engine.dialect.name == "sqlite" or time.monotonic() > end:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 2.0)
 
     def close(self) -> None:
         """Finish what was begun, and let go."""
@@ -171,15 +177,15 @@ def row_of(record: Any) -> dict[str, Any]:
     return {one.name: getattr(record, one.name) for one in fields(record) if one.name in columns}
 
 
-def insert(connection: sql.Connection, record: Any) -> None:
-    """Enter a record."""
-    connection.execute(_TABLES[type(record)].insert().values(row_of(record)))
+def replace(connection: sql.Connection, record: Any, **more: Any) -> None:
+    """Enter a record in the place of the one with its key, so that it can be entered twice where nobody knows whether
+    the first time came through.
 
-
-def replace(connection: sql.Connection, record: Any) -> None:
-    """Enter a record in the place of the one with its key."""
+    Args:
+        more: columns that are no fields of it.
+    """
     table = _TABLES[type(record)]
-    row = row_of(record)
+    row = row_of(record) | more
     connection.execute(table.delete().where(*(column == row[column.name] for column in table.primary_key)))
     connection.execute(table.insert().values(row))
 
@@ -191,8 +197,8 @@ def delete(connection: sql.Connection, record: Any) -> None:
 
 
 def load(connection: sql.Connection, kind: type[Result], *where: sql.ColumnElement[bool]) -> list[Result]:
-    """Records of a kind; operations without their payloads."""
+    """Records of a kind; operations without what was sent and given."""
     table = _TABLES[kind]
-    names = [one.name for one in fields(kind) if one.name in table.c and one.name != "payload"]  # type: ignore[arg-type]
+    names = [one.name for one in fields(kind) if one.name in table.c]  # type: ignore[arg-type]
     rows = connection.execute(sql.select(*(table.c[name] for name in names)).where(*where))
     return [kind(**dict(zip(names, row, strict=True))) for row in rows]

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 import sqlalchemy as sql
+from sqlalchemy.exc import SQLAlchemyError
 
 from luthier.tinker.server import store as books
 from luthier.tinker.server.records import Checkpoint, Operation, Session
@@ -27,7 +28,10 @@ async def keep_up(service: Service) -> None:
     """Look after everything, for ever."""
     while True:
         await asyncio.sleep(_EVERY_SECONDS)
-        await look_after(service, time.time())
+        try:
+            await look_after(service, time.time())
+        except (SQLAlchemyError, OSError) as error:
+            service.metrics.crashed(error)
 
 
 async def look_after(service: Service, now: float) -> None:
@@ -51,23 +55,24 @@ async def let_go(service: Service, session: Session, why: str) -> None:
     """Drop what a session has waiting, and free what is kept ready for it. Nothing that was done is lost: a client that
     comes back finds its models where they were."""
     session.held = False
-    for line in [line for line in service.lines.values() if line.model.session_id == session.id]:
+    lines = [line for line in service.lines.values() if line.model.session_id == session.id]
+    for line in lines:
         for operation in line.waiting:
             await line.give_up(operation, why)
-        await line.unload()
-    for sampler in service.samplers.records.values():
-        if sampler.session_id == session.id:
-            service.samplers.unload(sampler.id)
     for operation in [*service.operations.values()]:
         if operation.session_id == session.id and operation.kind == "sample" and operation.status == "waiting":
             await give_up_sample(service, operation, why)
+    for line in lines:  # when what the worker is at has ended
+        service.begin(line.unload())
+    for sampler in service.samplers.records.values():
+        if sampler.session_id == session.id:
+            service.begin(service.samplers.unload(sampler.id))
 
 
 async def give_up_sample(service: Service, operation: Operation, why: str) -> None:
-    """Stop a sample, whatever has become of it."""
-    service.worker.tell({"command": "cancel", "target": operation.id})
-    if operation.status == "waiting":
-        await service.fail(operation, f"it was given up: {why}", "user")
+    """Stop a sample, unless it has ended."""
+    await service.fail(operation, f"it was given up: {why}", "user")
+    service.worker.forget(operation.id)
 
 
 async def end(service: Service, session: Session) -> None:
@@ -83,12 +88,18 @@ async def end(service: Service, session: Session) -> None:
     for sampler in [*service.samplers.records.values()]:
         if sampler.session_id == session.id:
             await service.samplers.remove(sampler.id)
+    for line in service.lines.values():
+        if line.model.session_id == session.id:
+            service.begin(line.close())
 
 
 async def remove_checkpoint(service: Service, checkpoint: Checkpoint) -> None:
-    """Delete weights with a name: the entry first, then the files."""
+    """Delete weights with a name, and what samples from them: the entry first, then the files."""
     if service.checkpoints.pop(checkpoint.path, None) is None:
         return
+    for sampler in [*service.samplers.records.values()]:
+        if sampler.model_path == checkpoint.path:
+            await service.samplers.remove(sampler.id)
     await service.store.run(lambda connection: books.delete(connection, checkpoint))
     directory = service.files.checkpoint(checkpoint.model_id, checkpoint.kind, checkpoint.name)
     await asyncio.to_thread(service.files.remove, directory)

@@ -87,9 +87,6 @@ async def weights_info(
 async def delete_checkpoint(service: TheService, owner: Owner, model_id: str, kind: str, name: str) -> Response:
     """Delete weights."""
     checkpoint = _own(service, owner, model_id, kind, name)
-    for sampler in [*service.samplers.records.values()]:
-        if sampler.model_path == checkpoint.path:
-            await service.samplers.remove(sampler.id)
     await upkeep.remove_checkpoint(service, checkpoint)
     return Response(status_code=204)
 
@@ -175,7 +172,7 @@ def _own(service: Service, owner: str, model_id: str, kind: str, name: str) -> C
     path = f"tinker://{model_id}/{kind}/{name}"
     parse_path(path)
     found = service.checkpoints.get(path)
-    if found is None or found.owner != owner:
+    if found is None or found.owner != owner or not _is_there(found):
         raise Unknown
     return found
 

@@ -58,7 +58,7 @@ async def create_session(
 ) -> Response:
     """A client comes."""
     session = Session(uuid.uuid4().hex, owner, time.time(), given.model_dump(exclude={"type"}))
-    await service.store.run(lambda connection: books.insert(connection, session))
+    await service.store.run(lambda connection: books.replace(connection, session))
     service.sessions[session.id] = session
     told: dict[str, Any] = {"session_id": session.id, "type": "create_session"}
     if not given.sdk_version.startswith(f"{TESTED_SDK}."):
