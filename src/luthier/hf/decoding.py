@@ -1,6 +1,7 @@
 """Which way the texts of an architecture can grow, found out on a small model of its kind.
 
-In this order: rows of one cache (`slots.SlotRows`); each text alone with the cache that the model makes itself
+In this order: rows of one cache by a loop over layers of the usual form (`lean.LeanRows`); rows of one cache by the
+model's own modules (`slots.SlotRows`); each text alone with the cache that the model makes itself
 (`AloneRows`: state spaces, linear attention); each text alone, all of it run again for every token (`WholeRows`, which
 is right whatever the model keeps). A way is taken if it gives the small model's own full forward for texts of several
 lengths, longer than its windows, that join, move and leave; and if a text alone gets the very bits that it gets in
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 from luthier.errors import ModelError, first_line
 from luthier.hf.anatomy import backbone_name
 from luthier.hf.attention import takes_attention
+from luthier.hf.lean import LeanRows
 from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.slots import Prefix, Rows, SlotRows, run_backbone, taken
 from luthier.hf.small import Kind, kind_of, make_small
@@ -137,7 +139,7 @@ def rows_of(model: PreTrainedModel) -> Rows:
 
 
 def way_of(model: PreTrainedModel) -> str:
-    """Which way that is: "slots", "alone" or "whole"."""
+    """Which way that is: "lean", "slots", "alone" or "whole"."""
     if any(follows_length(module) for module in model.modules()):
         return "whole"  # what a cache holds was rotated for a text that was shorter
     return _way_of(kind_of(model))
@@ -149,7 +151,12 @@ def follows_length(module: torch.nn.Module) -> bool:
     return "longrope" in kind or "dynamic" in kind
 
 
-_WAYS: dict[str, Callable[[PreTrainedModel], Rows]] = {"slots": SlotRows, "alone": AloneRows, "whole": WholeRows}
+_WAYS: dict[str, Callable[[PreTrainedModel], Rows]] = {
+    "lean": LeanRows,
+    "slots": SlotRows,
+    "alone": AloneRows,
+    "whole": WholeRows,
+}
 _LENGTHS = (3, 37, 19)
 """Of the texts of a trial: shorter and longer than the windows of 16 places that small models have."""
 _STEPS = 6
@@ -164,7 +171,7 @@ def _way_of(kind: Kind) -> str:
     except ModelError as error:
         _log.info("%s: %s; every token runs its whole text again", kind.cls.__name__, error.what)
         return "whole"
-    for name in ("slots", "alone"):
+    for name in ("lean", "slots", "alone"):
         if name == "slots" and not takes_attention(kind.cls):
             continue
         try:

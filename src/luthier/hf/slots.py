@@ -216,6 +216,10 @@ class SlotRows:
         self._configs = list({id(c): c for c in configs if isinstance(c, PreTrainedConfig)}.values())
         self._experts = [(model.get_submodule(one.name), one.call) for one in find_experts(model)]
 
+    def like(self) -> SlotRows:
+        """Empty rows of the same model."""
+        return SlotRows(self._model)
+
     def read(self, tokens: Sequence[int]) -> Prefix:
         device = self._model.device
         reading = _Reading()
@@ -260,7 +264,7 @@ class SlotRows:
         embedding = self._model.get_input_embeddings().weight
         assert isinstance(embedding, Tensor)
         vocabulary = embedding.shape[0]
-        trial = SlotRows(self._model)
+        trial = self.like()
         trial._sizes = (size,)
         for step in range(2):
             hidden = trial.advance([(7 + 31 * token + step) % vocabulary for token in tokens])

@@ -17,6 +17,7 @@ from luthier.config.suggest import nearest
 from luthier.errors import ConfigError, DataError
 from luthier.sampling.lane import Lane
 from luthier.sampling.packed import Copies
+from luthier.sampling.products import Adapter
 from luthier.sampling.request import SamplingRequest, SamplingResult
 from luthier.sampling.stopping import StopStrings
 from luthier.sampling.text import Text
@@ -54,7 +55,8 @@ class SamplingEngine:
         seed: int | None = None,
     ) -> None:
         self._copies = Copies()
-        self._lanes: dict[str | None, Lane] = {None: Lane(model, slots, self._copies)}
+        self._base = Lane(model, slots, self._copies)
+        self._owners: dict[str | None, tuple[Lane, Adapter | None]] = {None: (self._base, None)}
         self._tokenizer = tokenizer
         self._stops = frozenset(_ends_of(model, tokenizer) if stop_token_ids is None else stop_token_ids)
         self._slots = slots
@@ -72,7 +74,7 @@ class SamplingEngine:
     @property
     def adapters(self) -> list[str]:
         """The names that requests may give."""
-        return [name for name in self._lanes if name is not None]
+        return [name for name in self._owners if name is not None]
 
     def add(self, name: str, model: Any) -> None:
         """Let requests name an adapter from now on; texts that grow are not touched.
@@ -86,9 +88,11 @@ class SamplingEngine:
             ConfigError: the name is in use.
             ModelError: the model's weights lie on several ranks.
         """
-        if name in self._lanes:
+        if name in self._owners:
             raise ConfigError(f"there is an adapter {name!r} already", where="adapter", remedy="remove it first")
-        self._lanes[name] = Lane(model, self._slots, self._copies)
+        adapter = self._base.adapter(model)
+        lane = Lane(model, self._slots, self._copies) if adapter is None else self._base
+        self._owners[name] = (lane, adapter)
 
     def remove(self, name: str) -> None:
         """Forget an adapter. Its texts that wait or grow go on to their end; its memory is free when they are there.
@@ -96,8 +100,8 @@ class SamplingEngine:
         Raises:
             ConfigError: there is no adapter of this name.
         """
-        self._lane(name)
-        del self._lanes[name]
+        self._owner(name)
+        del self._owners[name]
 
     def submit(self, request: SamplingRequest) -> int:
         """Let a request join, now or when there is a slot.
@@ -109,7 +113,7 @@ class SamplingEngine:
             ConfigError: an adapter that is not there; stop strings without a tokenizer, or an empty one.
             DataError: the prompt has a token that the model does not know, or is too long for it.
         """
-        lane = self._lane(request.adapter)
+        lane, adapter = self._owner(request.adapter)
         ids, positions = list(request.prompt), lane.limits.positions
         if min(ids) < 0 or max(ids) >= lane.limits.vocabulary:
             outside = next(token for token in ids if not 0 <= token < lane.limits.vocabulary)
@@ -134,7 +138,8 @@ class SamplingEngine:
             self._stops if stops is None else stops,
             StopStrings(strings, self._tokenizer) if strings else None,
             room,
-            (tuple(ids), request.max_tokens > 1),
+            adapter,
+            (adapter, tuple(ids), request.max_tokens > 1),
         )
         text.result.topk = [] if request.topk_logprobs else None
         self._waiting.append((lane, text))
@@ -210,7 +215,7 @@ class SamplingEngine:
         """
         for lane in {id(lane): lane for lane in [*self._running, *(lane for lane, _ in self._waiting)]}.values():
             lane.forget_old_weights()
-        grown = [(lane, len(lane.active)) for lane in self._running if lane.active]
+        grown = [(lane, list(lane.active)) for lane in self._running if lane.active]
         ended: list[Text] = []
         while self._waiting and sum(len(lane.active) for lane in self._running) < self._slots:
             lane, text = self._waiting.popleft()
@@ -218,15 +223,15 @@ class SamplingEngine:
                 self._running.append(lane)
             lane.join(text, (other for where, other in self._waiting if where is lane))
             ended += [text] if text.done else []
-        for lane, count in grown:
-            ended += lane.grow(count)
+        for lane, texts in grown:
+            ended += lane.grow(texts)
         self._ended |= {text.number: text for text in ended}
         self._let_rest()
         return [text.number for text in ended]
 
-    def _lane(self, name: str | None) -> Lane:
-        if name in self._lanes:
-            return self._lanes[name]
+    def _owner(self, name: str | None) -> tuple[Lane, Adapter | None]:
+        if name in self._owners:
+            return self._owners[name]
         close = nearest(str(name), self.adapters)
         remedy = f"did you mean {close!r}?" if close else "add it first"
         raise ConfigError(f"there is no adapter {name!r}", where="adapter", remedy=remedy)

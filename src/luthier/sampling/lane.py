@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor
 from luthier.errors import ModelError
 from luthier.hf.decoding import rows_of
 from luthier.hf.head import head_logits
+from luthier.hf.lean import LeanRows
 from luthier.hf.limits import limits_of
 from luthier.hf.slots import Prefix, padded
 from luthier.sampling.choose import choose, of_prompt, uniform
-from luthier.sampling.packed import Copies, PackedLinears
+from luthier.sampling.packed import Copies, PackedLinears, stamp_of
+from luthier.sampling.products import Adapter, JoinedProducts
 from luthier.sampling.request import TopTokens
 from luthier.sampling.text import Text
 
@@ -53,22 +55,37 @@ class Lane:
         self._modules = list(model.modules())
         self._slots = slots
         self._rows = rows_of(model)
-        self._packed = PackedLinears(model, copies)
+        self._joined, self._packed = None, None
+        if isinstance(self._rows, LeanRows):
+            self._joined = self._rows.products = JoinedProducts(model, self._rows.groups, slots, copies)
+        else:
+            self._packed = PackedLinears(model, copies)
+        own = Adapter(model)
+        self._own = own if own.layers else None
         self._settled = False
-        self._read: dict[tuple[tuple[int, ...], bool], Prefix] = {}
-        self._stamp: list[tuple[int, int]] = []
+        self._read: dict[tuple[Adapter | None, tuple[int, ...], bool], Prefix] = {}
+        self._stamp: tuple[tuple[int, int], ...] = ()
+
+    def adapter(self, model: Any) -> Adapter | None:
+        """The adapters of another model for texts of this lane; None where they cannot grow in one batch with its own:
+        the weights beside them are others, or they are beside experts or in another dtype."""
+        return Adapter(model) if self._joined is not None and self._joined.takes(model) else None
 
     def join(self, text: Text, others: Iterator[Text]) -> None:
         """Read a text's prompt, unless it has been for another sample of it, and sample its first token.
 
         Args:
             text: becomes the last row unless it is done.
-            others: texts of this model that are still to join.
+            others: texts of this lane that are still to join.
         """
-        request = text.request
+        request, owner = text.request, text.adapter or self._own
+        self._look_at([owner])
+        if owner is not None and not owner.finite:
+            text.fail()
+            return
         # who reads the prompt alone is not worth a copy of the weights
-        with self._undisturbed(), self._packed.used() if request.max_tokens > 1 else nullcontext():
-            prefix = self._read.pop(text.key, None) or self._rows.read(text.key[0])
+        with self._computing([owner], packed=request.max_tokens > 1, text=True):
+            prefix = self._read.pop(text.key, None) or self._rows.read(text.request.prompt)
             if any(other.key == text.key for other in others):
                 self._read[text.key] = prefix
             if request.prompt_logprobs or request.topk_prompt_logprobs:
@@ -80,26 +97,44 @@ class Lane:
             self._rows.place(len(self.active), prefix)
             self.active.append(text)
 
-    def grow(self, count: int) -> list[Text]:
-        """Let the first texts grow by a token.
+    def grow(self, texts: Sequence[Text]) -> list[Text]:
+        """Let texts grow by a token: all that were active before others joined.
 
         Returns:
             those that are done, taken out.
         """
-        grown = self.active[:count]
-        with self._undisturbed(), self._packed.used():
-            if not self._settled:
+        self._look_at({text.adapter or self._own for text in texts})
+        for text in texts:  # one's NaN would be everybody's in a product that they share
+            if (owner := text.adapter or self._own) is not None and not owner.finite:
+                text.fail()
+        done = self._leave_done(len(texts))
+        grown = self.active[: len(texts) - len(done)]
+        if not grown:
+            return done
+        if not self._settled:
+            with self._computing([None] * self._slots, packed=True):
                 self._rows.settle(self._slots)
-                self._settled = True
+            self._settled = True
+        with self._computing([text.adapter or self._own for text in grown], packed=True):
             hidden = self._rows.advance([text.result.tokens[-1] for text in grown])
             size = self._rows.company(len(grown))
-            parts = [hidden[start : start + size] for start in range(0, len(hidden), size)]
-            logits = [head_logits(self._model, padded(part, size))[: len(part)] for part in parts]
+            logits = []
+            for start in range(0, len(hidden), size):
+                part = hidden[start : start + size]
+                if self._joined is not None:
+                    self._joined.rows(start, size)
+                logits.append(head_logits(self._model, padded(part, size))[: len(part)])
             self._take(grown, torch.cat(logits))
-        for row in reversed(range(len(grown))):
-            if grown[row].done:
+        return done + self._leave_done(len(grown))
+
+    def _leave_done(self, count: int) -> list[Text]:
+        """Take out those of the first texts that are done."""
+        done = []
+        for row in reversed(range(count)):
+            if self.active[row].done:
+                done.append(self.active[row])
                 self.leave(row)
-        return [text for text in grown if text.done]
+        return done
 
     def leave(self, row: int) -> None:
         """Take a text out; the last one gets its row, so that rows stand close."""
@@ -111,19 +146,38 @@ class Lane:
     def rest(self) -> None:
         """Free what only growing texts need."""
         self._read.clear()
-        self._packed.give_up()
+        for products in (self._joined, self._packed):
+            if products is not None:
+                products.give_up()
 
     def forget_old_weights(self) -> None:
         """Prompts that other weights have read are read again."""
-        stamp = [
-            (parameter.data_ptr(), parameter._version)
-            for module in self._modules
-            for parameter in module._parameters.values()
-            if parameter is not None
-        ]
+        parameters = [one for module in self._modules for one in module._parameters.values() if one is not None]
+        stamp = stamp_of(*parameters)
         if stamp != self._stamp:
             self._read.clear()
         self._stamp = stamp
+
+    def _look_at(self, owners: Iterable[Adapter | None]) -> None:
+        """The same for adapters."""
+        for owner in owners:
+            if owner is not None and owner.look():
+                self._read = {key: prefix for key, prefix in self._read.items() if key[0] is not owner}
+                if self._joined is not None:
+                    self._joined.forget(owner)
+
+    @contextmanager
+    def _computing(self, owners: Sequence[Adapter | None], *, packed: bool, text: bool = False) -> Iterator[None]:
+        """Products are fast within and those of rows with these adapters."""
+        with self._undisturbed():
+            if self._joined is not None:
+                with self._joined.used(owners, packed=packed, text=text):
+                    yield
+            elif self._packed is not None and packed:
+                with self._packed.used():
+                    yield
+            else:
+                yield
 
     def _take(self, texts: Sequence[Text], logits: Tensor) -> None:
         """Sample a token for each text."""

@@ -8,6 +8,7 @@ has changed in between (its storage, or the count that every operation in place 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,31 +32,43 @@ Forward = Callable[[Tensor], Tensor]
 
 
 @dataclass(slots=True, weakref_slot=True)
-class _Copy:
-    """A weight laid out anew; it keeps the weight, so that no other can come to have its address."""
+class Copy:
+    """Weights laid out anew as one matrix; it keeps the weights, so that no others can come to have their address."""
 
-    weight: Tensor
-    stamp: tuple[int, int]
+    weights: tuple[Tensor, ...]
+    stamp: tuple[tuple[int, int], ...]
     tensor: Tensor
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., inputs] -> [..., outputs], those of one weight after those of another."""
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, self.tensor, bias, "none", [], ""))
 
 
 class Copies:
-    """Copies of weights, one for each weight that any model has in use."""
+    """Copies of weights, one for all models that have them in use."""
 
     def __init__(self) -> None:
-        self._copies: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
+        self._copies: WeakValueDictionary[tuple[int, ...], Copy] = WeakValueDictionary()
 
-    def of(self, weight: Tensor) -> _Copy:
-        """The copy of a weight as it is now."""
-        found = self._copies.get(id(weight))
-        if found is None or found.stamp != _stamp(weight):
-            copied = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
-            found = self._copies[id(weight)] = _Copy(weight, _stamp(weight), copied)
+    def of(self, *weights: Tensor) -> Copy:
+        """The copy of weights as they are now."""
+        key = tuple(map(id, weights))
+        found = self._copies.get(key)
+        if found is None or found.stamp != stamp_of(*weights):
+            found = self._copies[key] = Copy(weights, stamp_of(*weights), laid_out(*weights))
         return found
 
 
-def _stamp(weight: Tensor) -> tuple[int, int]:
-    return weight.data_ptr(), weight._version
+def stamp_of(*tensors: Tensor) -> tuple[tuple[int, int], ...]:
+    """What changes when tensors do: addresses, and the counts that operations in place add to."""
+    return tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
+
+
+@torch.no_grad()
+def laid_out(*weights: Tensor) -> Tensor:
+    """Weights [outputs, inputs] as one matrix in oneDNN's layout."""
+    whole = weights[0].detach() if len(weights) == 1 else torch.cat(weights)
+    return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS))
 
 
 class PackedLinears:
@@ -68,17 +81,14 @@ class PackedLinears:
 
     def __init__(self, model: nn.Module, copies: Copies) -> None:
         self._copies = copies
-        self._layers = [module for module in model.modules() if _packable(module)]
-        if self._layers and (fault := _fault(self._layers[0])):
-            _log.info("matrices are not packed: %s", fault)
-            self._layers = []
-        self._packed: dict[int, tuple[tuple[int, int], Forward]] = {}
+        self._layers = [module for module in model.modules() if packable(module)]
+        self._packed: dict[int, tuple[tuple[tuple[int, int], ...], Forward]] = {}
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Layers multiply from their copies within; those are made where there is none of the weight as it is."""
         for number, layer in enumerate(self._layers):
-            stamp = _stamp(cast(Tensor, layer.weight))
+            stamp = stamp_of(cast(Tensor, layer.weight))
             if number not in self._packed or self._packed[number][0] != stamp:
                 self._packed[number] = (stamp, _forward_of(layer, self._copies))
         try:
@@ -94,41 +104,39 @@ class PackedLinears:
         self._packed.clear()
 
 
-def _packable(module: nn.Module) -> bool:
+def packable(module: nn.Module) -> bool:
     """A plain linear layer, adapted or not, or a matrix of an adapter, that nobody else has given a forward."""
     base = type(module).__mro__[2] if isinstance(module, LoraLayer) else type(module)
+    if base is AdapterMatrix and module.mask is not None:
+        return False
     if base not in (nn.Linear, AdapterMatrix) or "forward" in module.__dict__ or module._compiled_call_impl is not None:
         return False
     weight = module.weight
     usual = type(weight) in _PLAIN and cast(Tensor, weight).device.type == "cpu"
-    return usual and cast(Tensor, weight).dtype in (torch.float32, torch.bfloat16)
+    return usual and can_pack(cast(Tensor, weight).dtype)
 
 
-def _fault(layer: nn.Module) -> str:
-    """Why layers cannot be packed here, "" if one can be."""
+@functools.cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether matrices of a dtype can be packed here."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
     try:
-        weight = cast(Tensor, layer.weight)
-        x = torch.ones(_ROWS, weight.shape[1], dtype=weight.dtype)
-        _product(weight, lambda: None, Copies())(x)
+        weight = torch.ones(8, 8, dtype=dtype)
+        Copies().of(weight).product(weight)
     except (RuntimeError, AttributeError) as error:
-        return first_line(error)
-    return ""
-
-
-@torch.no_grad()
-def _product(weight: Tensor, bias: Callable[[], Tensor | None], copies: Copies) -> Forward:
-    """x [..., inputs] -> [..., outputs] from a copy of a weight; the bias is read when it is used."""
-    copied = copies.of(weight)
-
-    def forward(x: Tensor) -> Tensor:
-        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, copied.tensor, bias(), "none", [], ""))
-
-    return forward
+        _log.info("matrices are not packed: %s", first_line(error))
+        return False
+    return True
 
 
 def _forward_of(layer: nn.Module, copies: Copies) -> Forward:
-    """What stands for a layer's forward."""
-    product = _product(cast(Tensor, layer.weight), lambda: cast("Tensor | None", getattr(layer, "bias", None)), copies)
+    """What stands for a layer's forward; the bias is read when it is used."""
+    copied = copies.of(cast(Tensor, layer.weight))
+
+    def product(x: Tensor) -> Tensor:
+        return copied.product(x, cast("Tensor | None", getattr(layer, "bias", None)))
+
     if not isinstance(layer, LoraLayer):
         return product
 

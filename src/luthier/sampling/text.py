@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from luthier.errors import NonFiniteError
 from luthier.sampling.choose import Choice
+from luthier.sampling.products import Adapter
 from luthier.sampling.request import SamplingRequest, SamplingResult
 from luthier.sampling.stopping import StopStrings
 
@@ -21,6 +22,7 @@ class Text:
         stops: ids that end it.
         strings: strings that end it.
         room: how many tokens there may be.
+        adapter: of the request; None for what the model itself carries.
         key: what it has in common with those that can share the prompt once it is read.
         result: what there is of it.
         fault: why nothing more can come of it.
@@ -33,7 +35,8 @@ class Text:
     stops: frozenset[int]
     strings: StopStrings | None
     room: int
-    key: tuple[tuple[int, ...], bool]
+    adapter: Adapter | None
+    key: tuple[Adapter | None, tuple[int, ...], bool]
     result: SamplingResult = field(default_factory=lambda: SamplingResult([], [], "length"))
     fault: NonFiniteError | None = None
     done: bool = False

@@ -1,0 +1,265 @@
+"""A step of texts that grow side by side in a tenth of the operations, for decoders of the usual form.
+
+The form is Llama's: norm, queries, keys and values, rotary positions, attention, a sum; norm, gated MLP, a sum. Most of
+what a step of the modules themselves costs beside its matrix products are some thousand small operations. Here what
+shares its input is one product, each row reads the keys that it has and no more, and what all layers need is made once.
+
+Which models are of the form is told from the names of their parts, and `decoding` tries it on a small model of the same
+kind: whatever else a layer does (a multiplier, a window, another order) shows in its numbers, and the model's own
+modules run instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from luthier.errors import ModelError
+from luthier.hf.anatomy import backbone_name
+from luthier.hf.slots import Prefix, SlotRows, padded, rounded
+
+
+class Products(Protocol):
+    """What computes the linear layers of a model in groups that share their input."""
+
+    def rows(self, start: int, size: int) -> None:
+        """From now on inputs are of the texts from row `start` on, filled up to `size` rows."""
+        ...
+
+    def __call__(self, group: int, x: Tensor) -> Tensor:
+        """x [..., inputs] -> [..., outputs of the group's layers, one after the other]."""
+        ...
+
+
+class ModuleProducts:
+    """`Products` by the layers themselves.
+
+    Args:
+        groups: of layers that share their input.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[nn.Module]]) -> None:
+        self._groups = groups
+
+    def rows(self, start: int, size: int) -> None:
+        """Nothing of the layers depends on it."""
+
+    def __call__(self, group: int, x: Tensor) -> Tensor:
+        """x [..., inputs] -> [..., outputs of the group's layers, one after the other]."""
+        found = [cast(Tensor, layer(x)) for layer in self._groups[group]]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What a layer has beside its linear layers.
+
+    Attributes:
+        before: norm before attention.
+        after: norm before the MLP.
+        queries: norm of each head's queries; None where there is none.
+        keys: of its keys.
+        activation: of the gate.
+        scaling: of the attention's scores.
+    """
+
+    before: nn.Module
+    after: nn.Module
+    queries: nn.Module | None
+    keys: nn.Module | None
+    activation: nn.Module
+    scaling: float
+
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_GROUPS = 4
+"""Products of a layer: queries, keys and values; output; gate and up; down."""
+
+
+class LeanRows(SlotRows):
+    """`Rows` by one cache for all of them and one loop over the layers.
+
+    Args:
+        model: a causal language model; whether this computes the same is `decoding`'s to find out.
+
+    Attributes:
+        groups: the linear layers, in groups that share their input.
+        products: what computes them; the layers themselves until someone knows better.
+
+    Raises:
+        ModelError: it is not of the form.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        backbone = getattr(model, backbone_name(model))
+        names = {name for name, _ in backbone.named_children()}
+        if names != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+            raise ModelError("its backbone has other parts", where="sampling")
+        self._embed, self._norm, self._rotary = backbone.embed_tokens, backbone.norm, backbone.rotary_emb
+        self._layers: list[_Layer] = []
+        self.groups: list[tuple[nn.Module, ...]] = []
+        for layer in backbone.layers:
+            self._take(layer)
+        self._dim = int(backbone.layers[0].self_attn.head_dim)
+        self._key_heads = _outputs(self.groups[0][1]) // self._dim
+        self._query_heads = _outputs(self.groups[0][0]) // self._dim
+        self.products: Products = ModuleProducts(self.groups)
+
+    def _take(self, layer: Any) -> None:
+        names = {name for name, _ in layer.named_children()}
+        if names != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+            raise ModelError("its layers have other parts", where="sampling")
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = {name for name, _ in attention.named_children()} - {*_ATTENTION}
+        if norms not in (set(), {"q_norm", "k_norm"}) or {name for name, _ in mlp.named_children()} != {
+            *_MLP,
+            "act_fn",
+        }:
+            raise ModelError("its attention or MLP has other parts", where="sampling")
+        self.groups += [
+            tuple(getattr(attention, name) for name in _ATTENTION[:3]),
+            (attention.o_proj,),
+            (mlp.gate_proj, mlp.up_proj),
+            (mlp.down_proj,),
+        ]
+        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        found = _Layer(
+            layer.input_layernorm, layer.post_attention_layernorm, q_norm, k_norm, mlp.act_fn, float(attention.scaling)
+        )
+        for norm in (found.before, found.after, *(() if q_norm is None else (q_norm, k_norm)), self._norm):
+            if [name for name, _ in norm.named_parameters()] != ["weight"] or _eps(norm) is None:
+                raise ModelError("its norms are of another kind", where="sampling")
+        self._layers.append(found)
+
+    def like(self) -> LeanRows:
+        """Empty rows of the same model."""
+        rows = LeanRows(self._model)
+        rows.products = self.products
+        return rows
+
+    def read(self, tokens: Sequence[int]) -> Prefix:
+        device, length = self._model.device, len(tokens)
+        ids = torch.tensor(list(tokens), dtype=torch.int64, device=device)
+        kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+            kept[number] = (k, v)
+            grouped = self._query_heads != self._key_heads
+            scale = self._layers[number].scaling
+            found = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, scale=scale, enable_gqa=grouped)
+            return found[0].transpose(0, 1).reshape(length, -1)
+
+        hidden = self._run(ids, torch.arange(length, device=device), attend)
+        return Prefix(tuple(tokens), hidden, kept)
+
+    def _advance(self, start: int, tokens: Sequence[int], size: int) -> Tensor:
+        device, count, slots = self._model.device, len(tokens), self._slots
+        self._make_room(start + size, 0)
+        lengths = self._lengths[start : start + count]
+        self._make_room(start + size, max(lengths) + 1)
+        runs = _runs([rounded(length + 1) for length in lengths])
+        positions = torch.tensor(lengths, device=device)
+        longest = max(length for _, _, length in runs)
+        dtype = self._norm.weight.dtype
+        unseen = torch.arange(longest, device=device) > positions[:, None]
+        mask = torch.zeros(count, longest, dtype=dtype, device=device).masked_fill_(unseen, float("-inf"))
+        heads = torch.arange(self._key_heads, device=device)
+        rows = torch.arange(start, start + count, device=device)
+        # places in an arena seen as [rows x heads x places, dim]
+        places = ((rows[:, None] * self._key_heads + heads) * slots.places + positions[:, None]).flatten()
+        found = torch.zeros(size, self._query_heads * self._dim, dtype=dtype, device=device)
+        together = self._query_heads // self._key_heads
+        # a key head's queries as rows of one product are faster in fp32, and slower in bf16
+        grouped = dtype == torch.float32
+
+        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            arenas = []
+            for tensors, new in ((slots.keys, key), (slots.values, value)):
+                arena = slots.arena(tensors, number, new.transpose(0, 1)[None])
+                arena.view(-1, self._dim).index_copy_(0, places, new[:count].reshape(-1, self._dim))
+                arenas.append(arena)
+            scale = self._layers[number].scaling
+            for first, end, length in runs:
+                keys, values = (arena[start + first : start + end, :, :length] for arena in arenas)
+                seen = mask[first:end, None, None, :length]
+                if grouped:
+                    q = query[first:end].reshape(end - first, self._key_heads, together, self._dim)
+                    seen = seen.expand(-1, 1, together, -1)
+                    out = F.scaled_dot_product_attention(q, keys, values, seen, scale=scale)
+                else:
+                    q = query[first:end, :, None]
+                    out = F.scaled_dot_product_attention(q, keys, values, seen, scale=scale, enable_gqa=together > 1)
+                found[first:end] = out.reshape(end - first, -1)
+            return found
+
+        ids = torch.tensor([*tokens, *[0] * (size - count)], dtype=torch.int64, device=device)
+        self.products.rows(start, size)
+        hidden = self._run(ids, padded(positions, size), attend)
+        for row in range(start, start + count):
+            self._lengths[row] += 1
+        return hidden[:count]
+
+    def _run(self, ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
+        """Hidden states [n, hidden] of tokens [n] at positions [n]; `attend(layer, query, key, value)` of [n, heads,
+        dim] gives [n, heads x dim]."""
+        products, dim, half = self.products, self._dim, self._dim // 2
+        rotated, heads = self._query_heads + self._key_heads, self._query_heads
+        x = cast(Tensor, self._embed(ids[None]))[0]
+        cos, sin = (table[0][:, None] for table in self._rotary(x[None], position_ids=positions[None]))
+        signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        for number, layer in enumerate(self._layers):
+            made = products(_GROUPS * number, _normed(layer.before, x)).view(len(x), -1, dim)
+            value = made[:, rotated:]
+            if layer.queries is None:
+                turned = _turned(made[:, :rotated], cos, signed)
+                query, key = turned[:, :heads], turned[:, heads:]
+            else:
+                query = _turned(_normed(layer.queries, made[:, :heads]), cos, signed)
+                key = _turned(_normed(cast(nn.Module, layer.keys), made[:, heads:rotated]), cos, signed)
+            x = x + products(_GROUPS * number + 1, attend(number, query, key, value))
+            gate, up = products(_GROUPS * number + 2, _normed(layer.after, x)).chunk(2, -1)
+            x = x + products(_GROUPS * number + 3, layer.activation(gate) * up)
+        return _normed(self._norm, x)
+
+
+def _runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first row, end, length) of neighbours of one length."""
+    runs: list[tuple[int, int, int]] = []
+    for row, length in enumerate(lengths):
+        if runs and runs[-1][2] == length:
+            runs[-1] = (runs[-1][0], row + 1, length)
+        else:
+            runs.append((row, row + 1, length))
+    return runs
+
+
+def _outputs(layer: nn.Module) -> int:
+    return int(cast(Tensor, layer.weight).shape[0])
+
+
+def _eps(norm: nn.Module) -> float | None:
+    value = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    """weight * round(x / sqrt(mean(x^2) + eps)), computed in fp32 at least, as Llama's norm does."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    inverse = wide.square().mean(-1, keepdim=True).add_(cast(float, _eps(norm))).rsqrt_()
+    return (wide * inverse).to(x.dtype).mul_(norm.weight)
+
+
+def _turned(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
+    """Rotary positions: x * cos + rotate_half(x) * sin, where the first half of `signed` is -sin."""
+    half = x.shape[-1] // 2
+    other = torch.cat((x[..., half:], x[..., :half]), -1).mul_(signed)
+    return (x * cos).add_(other)
