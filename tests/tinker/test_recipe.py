@@ -7,12 +7,25 @@ from pathlib import Path
 
 import torch
 
+from luthier.batch import Batch
 from luthier.config import RunConfig
 from luthier.recipes.run import opened
 from luthier.recipes.sft import take_step
 from luthier.tinker import AdamParams, Datum, LocalTrainingClient, LoraConfig
 
 DATA = Path(__file__).parents[2] / "examples" / "rows.jsonl"
+
+
+def datums_of(microbatch: Batch, total_weight: float) -> list[Datum]:
+    """The documents of a recipe's microbatch, weighted as the recipe weights them."""
+    data = []
+    for begin, end in itertools.pairwise(microbatch.cu_seqlens.tolist()):
+        here = slice(begin, end)
+        weights = microbatch.weights[0, here] * (1 / total_weight)
+        targets = microbatch.targets[0, here]
+        inputs = {"target_tokens": targets.where(weights != 0, -100), "weights": weights.float()}
+        data.append(Datum(microbatch.input_ids[0, here], inputs))
+    return data
 
 
 def test_a_loop_in_process_equals_the_recipe_bit_for_bit(tmp_path: Path) -> None:
@@ -33,14 +46,7 @@ def test_a_loop_in_process_equals_the_recipe_bit_for_bit(tmp_path: Path) -> None
         assert all(torch.equal(start[name], p) for name, p in client.state.trainable.items())
         for batch in run.loader:
             for microbatch in batch.microbatches:  # the recipe's weights 1 / N
-                data = []
-                for begin, end in itertools.pairwise(microbatch.cu_seqlens.tolist()):
-                    here = slice(begin, end)
-                    weights = microbatch.weights[0, here] * (1 / batch.total_weight)
-                    targets = microbatch.targets[0, here]
-                    inputs = {"target_tokens": targets.where(weights != 0, -100), "weights": weights.float()}
-                    data.append(Datum(microbatch.input_ids[0, here], inputs))
-                client.forward_backward(data)
+                client.forward_backward(datums_of(microbatch, batch.total_weight))
             measured = take_step(run, batch)
             adam = AdamParams(
                 learning_rate=measured["learning_rate"],

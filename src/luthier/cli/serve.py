@@ -60,7 +60,7 @@ def serve(
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.")] = None,
     tokens: Annotated[
         int, typer.Option("--tokens-per-microbatch", min=1, help="How many positions run at once.")
-    ] = 4096,
+    ] = 2048,
     slots: Annotated[int, typer.Option("--slots", min=1, help="How many texts grow side by side.")] = 32,
     as_json: JsonOption = False,
 ) -> Answer | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import resource
+import socket
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +54,7 @@ class ServerConfig:
     names: tuple[str, ...] = ()
     precision: str | None = None
     device: str | None = None
-    tokens_per_microbatch: int = 4096
+    tokens_per_microbatch: int = 2048
     slots: int = 32
 
 
@@ -99,20 +101,36 @@ async def serve(config: ServerConfig, announce: Any) -> None:
         UserError: it cannot start; what is wrong is named.
     """
     _allow_many_connections()
+    os.umask(0o077)  # weights and logs are for this user alone, wherever they are copied to
+    listening = _bind(config.host, config.port)
     url = database_of(config.directory, config.database)
     files = Files(config.directory)
-    lock = FileLock(config.directory / "lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        what = "another server works in it"
-        raise ConfigError(what, where=str(config.directory), remedy="end that one, or give another --dir") from None
-    store = Store(url)
-    open_house = config.host in LOOPBACK
-    if not open_house and not list_keys(store):
-        what = f"{config.host} can be reached from elsewhere, and there are no keys"
-        raise ConfigError(what, where="--host", remedy="make one first: luthier serve keys add NAME")
-    files.sweep()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(listening)
+        try:
+            stack.enter_context(FileLock(config.directory / "lock", timeout=0))
+        except Timeout:
+            what = "another server works in it"
+            raise ConfigError(what, where=str(config.directory), remedy="end that one, or give another --dir") from None
+        store = Store(url)
+        stack.callback(store.close)
+        open_house = config.host in LOOPBACK
+        if not open_house and not list_keys(store):
+            what = f"{config.host} can be reached from elsewhere, and there are no keys"
+            raise ConfigError(what, where="--host", remedy="make one first: luthier serve keys add NAME")
+        files.sweep()
+        doorkeeper = Doorkeeper(store, open_house=open_house)
+        await _work(config, store, files, doorkeeper, listening, announce)
+
+
+async def _work(
+    config: ServerConfig,
+    store: Store,
+    files: Files,
+    doorkeeper: Doorkeeper,
+    listening: socket.socket,
+    announce: Any,
+) -> None:
     arguments = {
         "model": config.model,
         "precision": config.precision,
@@ -127,23 +145,35 @@ async def serve(config: ServerConfig, announce: Any) -> None:
         tasks.append(await worker.start())
         await service.open()
         tasks.append(asyncio.create_task(keep_up(service)))
-        app = build_app(service, Doorkeeper(store, open_house=open_house))
-        await _listen(app, config, announce)
+        await _listen(build_app(service, doorkeeper), listening, announce)
     finally:
         for task in tasks:
             task.cancel()
         await service.close()
         await worker.stop()
-        store.close()
-        lock.release()
 
 
-async def _listen(app: FastAPI, config: ServerConfig, announce: Any) -> None:
+def _bind(host: str, port: int) -> socket.socket:
+    """Take a port, before anything that takes long; clients are let in later.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        what = f"{host} port {port} cannot be had ({error.strerror})"
+        raise ConfigError(what, where="--port", remedy="give another, or 0 for a free one") from None
+    return found
+
+
+async def _listen(app: FastAPI, listening: socket.socket, announce: Any) -> None:
     server = uvicorn.Server(
         uvicorn.Config(
             app,
-            host=config.host,
-            port=config.port,
             log_config=None,
             access_log=False,
             timeout_keep_alive=75,
@@ -152,15 +182,15 @@ async def _listen(app: FastAPI, config: ServerConfig, announce: Any) -> None:
             lifespan="off",
         )
     )
-    serving = asyncio.create_task(server.serve())
+    serving = asyncio.create_task(server.serve([listening]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.02)
     if server.started:
         # uvicorn would send itself the signal once more, and end before anything is put away
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        host = f"[{config.host}]" if ":" in config.host else config.host
+        host, port = listening.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
         announce(f"http://{host}:{port}")
     await serving
 
