@@ -63,12 +63,12 @@ def join(values: torch.Tensor, mesh: DeviceMesh, tokens: int) -> torch.Tensor:
     sends back the gradient of its part, and the gradients of the ranks add up to the whole.
 
     Args:
-        values: [T' / degree], of the positions that `cut` gave to this rank.
+        values: [T' / degree, ...], of the positions that `cut` gave to this rank.
         mesh: the ranks that share the row.
         tokens: T, the length of the row before it was padded.
 
     Returns:
-        [T] in the row's order, without the padding.
+        [T, ...] in the row's order, without the padding.
     """
     joined: torch.Tensor = _Join.apply(values, mesh, tokens)
     return joined
@@ -245,23 +245,24 @@ class _ToPositions(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """[T / degree] of each rank to [T] in the row's order; the gradient is that of this rank's own part."""
+    """[T / degree, ...] of each rank to [T, ...] in the row's order; the gradient is that of this rank's own part."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, mesh: DeviceMesh, tokens: int) -> torch.Tensor:
         degree = mesh.size()
         parts = [torch.empty_like(values) for _ in range(degree)]
         dist.all_gather(parts, values.contiguous(), group=mesh.get_group())
-        joined = values.new_empty(values.numel() * degree)
+        joined = values.new_empty(len(values) * degree, *values.shape[1:])
         for rank, part in enumerate(parts):
-            joined[held_positions(joined.numel(), degree, rank).to(values.device)] = part
-        ctx.here = held_positions(joined.numel(), degree, mesh.get_local_rank()).to(values.device)
+            joined[held_positions(len(joined), degree, rank).to(values.device)] = part
+        ctx.here = held_positions(len(joined), degree, mesh.get_local_rank()).to(values.device)
         return joined[:tokens].clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        own = gradient[ctx.here.clamp(max=gradient.numel() - 1)]
-        return own.where(ctx.here < gradient.numel(), 0), None, None
+        own = gradient[ctx.here.clamp(max=len(gradient) - 1)]
+        there = (ctx.here < len(gradient)).view(-1, *[1] * (gradient.dim() - 1))
+        return own.where(there, 0), None, None
 
 
 class _Total(torch.autograd.Function):
