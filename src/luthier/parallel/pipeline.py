@@ -374,10 +374,12 @@ class Pipeline:
         sizes = lengths.tolist()
         values = torch.zeros(count + sum(sizes), dtype=torch.float64, device=self._device)
         if found:
-            torch.cat([*(loss.reshape(1) for loss, _ in found), *(logprobs for _, logprobs in found)], out=values)
+            parts = [*(loss.reshape(1) for loss, _ in found), *(logprobs.flatten() for _, logprobs in found)]
+            torch.cat(parts, out=values)
         dist.broadcast(values, group=self._group, group_src=source)
         dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
-        logprobs = values[count:].to(dtype).split(sizes)
+        several = self._cut.work.batches[0].targets.shape[2:]  # targets a position, where there is more than one
+        logprobs = [part.unflatten(0, (-1, *several)) for part in values[count:].to(dtype).split(sizes)]
         return list(zip(values[:count].unbind(), logprobs, strict=True))
 
 
