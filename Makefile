@@ -10,16 +10,19 @@ SHELL := bash
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+REQUESTS ?= 20000
+SEED ?= 0
 BIN := .venv/bin
 # Compiling all of torch's Python files beforehand costs more time than it saves.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint .venv/constraints.txt
 HAS_CUDA := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test matrix bench lint format reference clean
+.PHONY: help demo test fuzz matrix bench lint format reference clean
 
 help:
 	@echo "make demo       train a small real model on the data that comes with Luthier, and ask it before and after"
 	@echo "make test       all tests, offline"
+	@echo "make fuzz       20,000 requests of ill will to a server; REQUESTS=n SEED=n for others"
 	@echo "make matrix     prove every causal model type on ten layouts, and write docs/architectures.md; goes on where it was"
 	@echo "make bench      Luthier beside TRL and PEFT: tokens per CPU-second, peak memory"
 	@echo "make lint       ruff and mypy"
@@ -32,6 +35,9 @@ demo: .venv/.demo
 
 test: .venv/.test
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+fuzz: .venv/.test
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.tinker.server.fuzz --requests $(REQUESTS) --seed $(SEED)
 
 matrix: .venv/.test
 	HF_HUB_OFFLINE=1 $(BIN)/luthier verify --matrix --resume

@@ -74,8 +74,11 @@ class House:
         return response.json()
 
     async def poll(self, request_id: str) -> httpx.Response:
-        """The result of an operation."""
-        return await self.http.post("/retrieve_future", json={"request_id": request_id})
+        """The result of an operation, waited for."""
+        while True:
+            response = await self.http.post("/retrieve_future", json={"request_id": request_id})
+            if response.status_code != 408:
+                return response
 
     async def session(self) -> str:
         """A new session."""

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import os
 import resource
-import socket
 import signal
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ def database_of(directory: Path, database: str | None) -> str:
         return database
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
+    (directory / "books.sqlite").touch(mode=0o600)
     return f"sqlite:///{(directory / 'books.sqlite').resolve()}"
 
 

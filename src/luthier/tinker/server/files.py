@@ -100,8 +100,9 @@ class Files:
         sound = hmac.compare_digest(self._sign(model_id, name, file, expires).encode(), signature.encode())
         if not sound or expires < time.time():
             return None
-        found = self.checkpoint(model_id, "external_weights", name) / file
-        return found if found.is_file() else None
+        directory = self.checkpoint(model_id, "external_weights", name).resolve()
+        found = (directory / file).resolve()
+        return found if found.is_relative_to(directory) and found.is_file() else None
 
     def _sign(self, model_id: str, name: str, file: str, expires: int) -> str:
         text = "\0".join((model_id, name, file, str(expires)))

@@ -15,6 +15,8 @@ import zstandard
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException as StarletteException
+from starlette.requests import ClientDisconnect
 
 from luthier.errors import UserError
 from luthier.tinker.server.auth import Doorkeeper
@@ -70,14 +72,17 @@ async def body_of(request: Request) -> bytes:
     """The body, unpacked.
 
     Raises:
-        HTTPException: 413, it is too large; 400, it cannot be unpacked.
+        HTTPException: 413, it is too large; 400, it cannot be unpacked, or did not come whole.
     """
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MOST_BYTES:
-            raise HTTPException(413, f"a body has at most {MOST_BYTES} bytes")
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > MOST_BYTES:
+                raise HTTPException(413, f"a body has at most {MOST_BYTES} bytes")
+            parts.append(part)
+    except ClientDisconnect:
+        raise HTTPException(400, "the body did not come whole") from None
     body = b"".join(parts)
     match request.headers.get("content-encoding", "identity"):
         case "identity":
@@ -102,10 +107,12 @@ def parse(kind: type[Message], body: bytes) -> Message:
         HTTPException: 422, it is none; what is wrong is named.
     """
     try:
+        if b"NaN" in body or b"Infinity" in body:  # which pydantic reads, and PostgreSQL does not keep
+            json.loads(body, parse_constant=_refuse_constant)
         return kind.model_validate_json(body)
     except pydantic.ValidationError as error:
         raise HTTPException(422, _named(error.errors(include_url=False, include_input=False))) from None
-    except (ValueError, TypeError, OverflowError) as error:  # of the messages' own reading
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # of the messages' own reading
         raise HTTPException(422, f"body: {str(error).splitlines()[0] if str(error) else 'unreadable'}") from None
 
 
@@ -129,6 +136,10 @@ def digest(*parts: bytes) -> str:
 def answer(value: Any) -> Response:
     """JSON; dates and models of pydantic are written by pydantic."""
     return Response(json.dumps(value, default=pydantic.TypeAdapter(Any).dump_python), media_type="application/json")
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def _named(errors: Any) -> str:
@@ -164,6 +175,8 @@ def install_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         return tell(422, _named(error.errors()))
 
-    @app.exception_handler(HTTPException)
-    async def other(request: Request, error: HTTPException) -> JSONResponse:
+    @app.exception_handler(StarletteException)
+    async def other(request: Request, error: StarletteException) -> JSONResponse:
+        if error.status_code == 404:
+            return await unknown(request, Unknown())
         return tell(error.status_code, str(error.detail), dict(error.headers) if error.headers else None)

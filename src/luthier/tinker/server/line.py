@@ -57,8 +57,8 @@ class Line:
         """Number of the operation that is at work, or that is waited for."""
         self._changed = asyncio.Event()
         self._current: Operation | None = None
-        self._missing = (-1, 0.0)
-        """A number that is waited for while later ones are there, and since when."""
+        self._gap: float | None = None
+        """Since when a number is waited for while later ones are there."""
         self._generation = 0
         """Of the worker that has the model as it is now."""
         self._asked = 0
@@ -105,6 +105,8 @@ class Line:
         if operation is None:
             await self._wait()
             return
+        if operation.kind != "refused":
+            self._gap = None
         if operation.status == "waiting":
             self._current = operation
             try:
@@ -176,12 +178,10 @@ class Line:
         if not any(number > self.next for number in self._operations):
             await self._changed.wait()
             return
-        number, since = self._missing
-        if number != self.next:
-            since = time.monotonic()
-            self._missing = (self.next, since)
+        if self._gap is None:
+            self._gap = time.monotonic()
         try:
-            await asyncio.wait_for(self._changed.wait(), since + GAP_SECONDS - time.monotonic())
+            await asyncio.wait_for(self._changed.wait(), self._gap + GAP_SECONDS - time.monotonic())
         except TimeoutError:
             await self.refuse(self.next, f"request {self.next} never came", breaks=True)
 

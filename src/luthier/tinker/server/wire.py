@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     proto.DTYPE_INT64: np.dtype("<i8"),
     proto.DTYPE_INT32: np.dtype("<i4"),
 }
+_LONGEST = 1 << 31
+"""Of each side of a tensor."""
 _NO_TOKEN, _NO_LOGPROB = 0, -99999.0
 """What an empty cell of top-k tables holds."""
 
@@ -144,10 +147,12 @@ def _tensor(message: proto.Tensor, where: str) -> torch.Tensor:
     if dtype is None:
         raise DataError(f"dtype {message.dtype} is unknown", where=where, remedy="send float32 or int64")
     shape = tuple(message.shape)
+    if any(not 0 <= size <= _LONGEST for size in shape) or len(shape) > 2:
+        raise DataError(f"{list(shape)} is the shape of no numbers per token", where=where, remedy="send [T] or [T, K]")
     if message.WhichOneof("encoding") == "sparse_csr":
         return _dense(message.sparse_csr, dtype, shape, where)
     values = _numbers(message.dense, dtype, where)
-    if shape and (min(shape) < 0 or int(np.prod(shape)) != len(values)):
+    if shape and math.prod(shape) != len(values):
         raise DataError(f"{len(values)} numbers are no tensor of {list(shape)}", where=where)
     return torch.from_numpy(values.reshape(shape) if shape else values)
 

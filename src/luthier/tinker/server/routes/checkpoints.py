@@ -31,7 +31,7 @@ links = APIRouter()
 class Lifetime(pydantic.BaseModel):
     """How long a checkpoint stays from now on; None for ever."""
 
-    ttl_seconds: Annotated[int, pydantic.Field(gt=0, lt=1 << 40)] | None = None
+    ttl_seconds: Annotated[int, pydantic.Field(gt=0, le=100 * 366 * 24 * 3600)] | None = None
 
 
 class PathOfWeights(pydantic.BaseModel):

@@ -91,6 +91,8 @@ def _check(given: types.SampleRequest) -> None:
     ):
         if asked:
             raise ConfigError("it is not here", where=field, remedy=remedy)
+    if odd := next((chunk for chunk in given.prompt.chunks if not isinstance(chunk, types.EncodedTextChunk)), None):
+        raise ConfigError(f"a chunk of {odd.type} is no text", where="prompt", remedy="give token ids alone")
     last, length = given.prompt_logprobs_last_n, given.prompt.length
     if last is not None and not (given.prompt_logprobs and 1 <= last < max(length, 2)):
         remedy = "ask for prompt_logprobs, and for fewer than the prompt has tokens"

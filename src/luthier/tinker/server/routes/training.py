@@ -17,10 +17,16 @@ from luthier.tinker.server.records import Model, Operation
 from luthier.tinker.server.routes.sessions import living
 from luthier.tinker.server.service import Service
 from luthier.tinker.server.wire import parse_forward_backward
-from luthier.tinker.types import AdamParams, LoraConfig
+from luthier.tinker.types import AdamParams
 
 WHOLE = "luthier.train"
 """A key of user_metadata: with the value "full" all weights train, and there are no adapters."""
+MOST_RANK = 4096
+"""Of adapters."""
+MOST_AHEAD = 10_000
+"""Numbers that a request may be ahead of the one that is waited for."""
+MOST_SECONDS = 100 * 366 * 24 * 3600
+"""That weights may be kept for, unless it is for ever."""
 router = APIRouter()
 
 
@@ -39,7 +45,8 @@ async def create_model(
         asked = given.lora_config or types.LoraConfig(rank=32)
         seed = seed if asked.seed is None else asked.seed
         lora = asked.model_dump() | {"seed": seed}
-        LoraConfig(**lora)
+        _check_number(seed, "seed")
+        _check_number(asked.rank, "rank", 1, MOST_RANK + 1)
     model = _new_model(owner, given.session_id, given.model_seq_id, given.base_model, lora, seed)
     model.metadata = given.user_metadata
     details = {"type": "create_model"}
@@ -152,6 +159,7 @@ async def save_weights_for_sampler(
         elif given.sampling_session_seq_id is None:
             raise ConfigError("neither path nor sampling_session_seq_id is there", where="body")
         else:
+            _check_number(given.sampling_session_seq_id, "sampling_session_seq_id")
             sampler = f"{model.session_id}:sample:{given.sampling_session_seq_id}"
             details = {"path": None, "sampler": sampler, "live": is_live}
         return await _submit(service, model, number, "save_sampler", details, given.model_dump_json().encode())
@@ -186,6 +194,8 @@ class _Numbered:
     async def __aenter__(self) -> int:
         if self._number is None or not 1 <= self._number < 1 << 62:
             raise HTTPException(422, "seq_id: it is no whole number of 1 or more")
+        if self._number > self._service.lines[self._model.id].next + MOST_AHEAD:
+            raise HTTPException(422, f"seq_id: {self._number} is too far ahead; count up from 1")
         return self._number
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -245,8 +255,7 @@ async def _create_from(service: Service, owner: str, given: types.LoadWeightsReq
 def _new_model(
     owner: str, session_id: str, number: int, base_model: str, lora: dict[str, Any] | None, seed: int
 ) -> Model:
-    if not 0 <= number < 1 << 62:
-        raise HTTPException(422, "model_seq_id: it is no whole number of 0 or more")
+    _check_number(number, "model_seq_id")
     now = time.time()
     return Model(f"{session_id}:train:{number}", owner, session_id, base_model, lora, seed, now, now, None)
 
@@ -264,9 +273,14 @@ def _weights(service: Service, owner: str, path: str) -> str:
 
 
 def _named(path: str, ttl_seconds: int | None, metadata: dict[str, str] | None) -> dict[str, Any]:
-    if ttl_seconds is not None and ttl_seconds <= 0:
-        raise ConfigError(f"{ttl_seconds} is no number of seconds above 0", where="ttl_seconds")
+    if ttl_seconds is not None:
+        _check_number(ttl_seconds, "ttl_seconds", 1, MOST_SECONDS + 1)
     return {"path": check_name(path), "ttl_seconds": ttl_seconds, "user_metadata": metadata}
+
+
+def _check_number(number: int, where: str, least: int = 0, above: int = 1 << 62) -> None:
+    if not least <= number < above:
+        raise ConfigError(f"{number:.6g} is no whole number from {least} to {above - 1}", where=where)
 
 
 def _check_base(service: Service, name: str) -> None:
