@@ -119,7 +119,7 @@ def test_a_group_reads_its_prompt_once_and_equals_its_samples() -> None:
     engine = SamplingEngine(model, slots=4)
     assert engine.sample(request.group(6)) == alone
     handle.remove()
-    assert read.count(len(RAGGED[1])) == 1
+    assert sum(length >= len(RAGGED[1]) for length in read) == 1
     assert len({tuple(result.tokens) for result in alone}) == 6
 
 

@@ -11,6 +11,7 @@ modules run instead.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -79,6 +80,9 @@ class _Layer:
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
+READING = 512
+"""Rows of the largest product while texts are read."""
+_FEWER = (64, 128, 256)
 _GROUPS = 4
 """Products of a layer: queries, keys and values; output; gate and up; down."""
 
@@ -112,6 +116,7 @@ class LeanRows(SlotRows):
         self._key_heads = _outputs(self.groups[0][1]) // self._dim
         self._query_heads = _outputs(self.groups[0][0]) // self._dim
         self.products: Products = ModuleProducts(self.groups)
+        self._blocks: tuple[int, ...] = (READING,)
 
     def _take(self, layer: Any) -> None:
         names = {name for name, _ in layer.named_children()}
@@ -145,21 +150,60 @@ class LeanRows(SlotRows):
         rows.products = self.products
         return rows
 
+    def settle(self, most: int) -> None:
+        super().settle(most)
+        # which products of fewer rows give the bits of the largest
+        self._blocks = ()
+        device, dtype = self._model.device, self._norm.weight.dtype
+        generator = torch.Generator().manual_seed(0)
+        for number, group in enumerate(self.groups[:_GROUPS]):
+            inputs = cast(Tensor, group[0].weight).shape[1]
+            x = torch.randn(READING, inputs, generator=generator).to(device, dtype)
+            whole = self.products(number, x)
+            same = {size for size in _FEWER if torch.equal(self.products(number, x[-size:]), whole[-size:])}
+            self._blocks = tuple(size for size in _FEWER if size in same and (not number or size in self._blocks))
+        self._blocks += (READING,)
+
     def read(self, tokens: Sequence[int]) -> Prefix:
-        device, length = self._model.device, len(tokens)
-        ids = torch.tensor(list(tokens), dtype=torch.int64, device=device)
-        kept: dict[int, tuple[Tensor, Tensor]] = {}
+        return self._read([tokens], len(tokens))[0]
+
+    def read_many(self, texts: Sequence[Sequence[int]]) -> list[Prefix]:
+        """Run the model over whole texts, several at once; none's answer depends on the others. After `settle`."""
+        found: list[Prefix] = []
+        pack: list[Sequence[int]] = []
+        for text in texts:
+            if pack and sum(map(len, pack)) + len(text) > READING:
+                found += self._read(pack, self._filled(sum(map(len, pack))))
+                pack = []
+            pack.append(text)
+        return found + self._read(pack, self._filled(sum(map(len, pack))))
+
+    def _filled(self, length: int) -> int:
+        """Rows that products of so many rows are filled up to: the last of each `READING` to a size that was tried."""
+        rest = length % READING
+        return length - rest + (next(size for size in self._blocks if size >= rest) if rest else 0)
+
+    def _read(self, texts: Sequence[Sequence[int]], size: int) -> list[Prefix]:
+        device = self._model.device
+        ends = list(itertools.accumulate(map(len, texts)))
+        parts = [slice(end - len(text), end) for text, end in zip(texts, ends, strict=True)]
+        ids = torch.tensor([token for text in texts for token in text], dtype=torch.int64, device=device)
+        positions = torch.cat([torch.arange(len(text), device=device) for text in texts])
+        kept: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in texts]
+        found = torch.zeros(size, self._query_heads * self._dim, dtype=self._norm.weight.dtype, device=device)
+        grouped = self._query_heads != self._key_heads
 
         def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-            kept[number] = (k, v)
-            grouped = self._query_heads != self._key_heads
             scale = self._layers[number].scaling
-            found = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, scale=scale, enable_gqa=grouped)
-            return found[0].transpose(0, 1).reshape(length, -1)
+            for part, state in zip(parts, kept, strict=True):
+                q, k, v = (tensor[part].transpose(0, 1)[None] for tensor in (query, key, value))
+                state[number] = (k, v)
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+                found[part] = out[0].transpose(0, 1).flatten(1)
+            return found
 
-        hidden = self._run(ids, torch.arange(length, device=device), attend)
-        return Prefix(tuple(tokens), hidden, kept)
+        hidden = self._run(padded(ids, size), padded(positions, size), attend)
+        return [Prefix(tuple(text), hidden[part], state) for text, part, state in zip(texts, parts, kept, strict=True)]
 
     def _advance(self, start: int, tokens: Sequence[int], size: int) -> Tensor:
         device, count, slots = self._model.device, len(tokens), self._slots
@@ -211,7 +255,7 @@ class LeanRows(SlotRows):
     def _run(self, ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
         """Hidden states [n, hidden] of tokens [n] at positions [n]; `attend(layer, query, key, value)` of [n, heads,
         dim] gives [n, heads x dim]."""
-        products, dim, half = self.products, self._dim, self._dim // 2
+        products, dim, half = self._product, self._dim, self._dim // 2
         rotated, heads = self._query_heads + self._key_heads, self._query_heads
         x = cast(Tensor, self._embed(ids[None]))[0]
         cos, sin = (table[0][:, None] for table in self._rotary(x[None], position_ids=positions[None]))
@@ -229,6 +273,11 @@ class LeanRows(SlotRows):
             gate, up = products(_GROUPS * number + 2, _normed(layer.after, x)).chunk(2, -1)
             x = x + products(_GROUPS * number + 3, layer.activation(gate) * up)
         return _normed(self._norm, x)
+
+    def _product(self, group: int, x: Tensor) -> Tensor:
+        if len(x) <= READING:
+            return self.products(group, x)
+        return torch.cat([self.products(group, part) for part in x.split(READING)])
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:

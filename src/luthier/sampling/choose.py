@@ -17,6 +17,9 @@ from luthier.sampling.request import SamplingRequest, TopTokens
 _FIRST_LOOK = 256
 """Tokens that top-p looks at before it looks at more: a whole vocabulary takes long to sort."""
 
+_BLOCK = 64
+"""Neighbours in the vocabulary that are looked at together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -57,20 +60,42 @@ def choose(logits: Tensor, requests: Sequence[SamplingRequest], uniforms: Sequen
         logprobs = torch.where(own, wide_or_scaled, wide).log_softmax(-1)
     else:
         logprobs = wide.log_softmax(-1)
-    greedy = wide.argmax(-1).tolist()
+    greedy = likeliest(wide).tolist()
     plain = [row for row, request in enumerate(requests) if request.temperature and not _filters(request, logits)]
     tokens = dict(zip(plain, _inverse_cdf(logprobs, plain, uniforms), strict=True))
+    tokens |= {row: greedy[row] for row, request in enumerate(requests) if not request.temperature}
+    places_of = torch.tensor([tokens.get(row, 0) for row in range(len(requests))], device=wide.device)
+    told = logprobs.gather(-1, places_of[:, None])[:, 0].tolist()
     found = []
     for row, request in enumerate(requests):
-        if request.temperature and row not in tokens:
+        if row not in tokens:
             ids, kept = filtered(logprobs[row], request.top_k, request.top_p)
             place = _inverse_cdf(kept[None], [0], [uniforms[row]])[0]
             top = _top(kept, request.topk_logprobs, ids)
             found.append(Choice(int(ids[place]), float(kept[place]), top))
             continue
-        token = tokens.get(row, greedy[row])
-        found.append(Choice(token, float(logprobs[row, token]), _top(logprobs[row], request.topk_logprobs)))
+        found.append(Choice(tokens[row], told[row], _top(logprobs[row], request.topk_logprobs)))
     return found
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """`argmax` of each row, the first of equals, by maxima of blocks: those are several times as fast on the CPU.
+
+    Args:
+        logits: [n, vocabulary].
+
+    Returns:
+        int64 [n].
+    """
+    count = logits.shape[-1] // _BLOCK
+    if not count:
+        return logits.argmax(-1)
+    maxima = logits[:, : count * _BLOCK].unflatten(-1, (count, _BLOCK)).amax(-1)
+    if rest := logits.shape[-1] - count * _BLOCK:
+        maxima = torch.cat([maxima, logits[:, -rest:].amax(-1, keepdim=True)], -1)
+    inside = torch.arange(_BLOCK, device=logits.device)
+    ids = (maxima.argmax(-1, keepdim=True) * _BLOCK + inside).clamp_(max=logits.shape[-1] - 1)
+    return ids.gather(-1, logits.gather(-1, ids).argmax(-1, keepdim=True))[:, 0]
 
 
 def _filters(request: SamplingRequest, logits: Tensor) -> bool:

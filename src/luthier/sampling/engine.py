@@ -217,12 +217,14 @@ class SamplingEngine:
             lane.forget_old_weights()
         grown = [(lane, list(lane.active)) for lane in self._running if lane.active]
         ended: list[Text] = []
-        while self._waiting and sum(len(lane.active) for lane in self._running) < self._slots:
-            lane, text = self._waiting.popleft()
-            if lane not in self._running:
-                self._running.append(lane)
-            lane.join(text, (other for where, other in self._waiting if where is lane))
-            ended += [text] if text.done else []
+        while self._waiting and (room := self._slots - sum(len(lane.active) for lane in self._running)) > 0:
+            joining: dict[int, tuple[Lane, list[Text]]] = {}
+            for lane, text in [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]:
+                joining.setdefault(id(lane), (lane, []))[1].append(text)
+            for lane, texts in joining.values():
+                if lane not in self._running:
+                    self._running.append(lane)
+                ended += lane.join(texts, [other for where, other in self._waiting if where is lane])
         for lane, texts in grown:
             ended += lane.grow(texts)
         self._ended |= {text.number: text for text in ended}

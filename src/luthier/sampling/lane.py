@@ -71,31 +71,80 @@ class Lane:
         the weights beside them are others, or they are beside experts or in another dtype."""
         return Adapter(model) if self._joined is not None and self._joined.takes(model) else None
 
-    def join(self, text: Text, others: Iterator[Text]) -> None:
-        """Read a text's prompt, unless it has been for another sample of it, and sample its first token.
+    def join(self, texts: Sequence[Text], others: Sequence[Text]) -> list[Text]:
+        """Read the prompts of texts, each once for all samples of it, and sample their first tokens.
 
         Args:
-            text: becomes the last row unless it is done.
+            texts: become the last rows unless they are done.
             others: texts of this lane that are still to join.
+
+        Returns:
+            those that are done.
         """
-        request, owner = text.request, text.adapter or self._own
-        self._look_at([owner])
-        if owner is not None and not owner.finite:
-            text.fail()
-            return
-        # who reads the prompt alone is not worth a copy of the weights
-        with self._computing([owner], packed=request.max_tokens > 1, text=True):
-            prefix = self._read.pop(text.key, None) or self._rows.read(text.request.prompt)
-            if any(other.key == text.key for other in others):
-                self._read[text.key] = prefix
-            if request.prompt_logprobs or request.topk_prompt_logprobs:
-                self._tell_prompt(text, prefix)
-            if text.room > 0:
-                self._take([text], head_logits(self._model, prefix.hidden[-1:]))
-        text.done = text.done or text.room == 0
-        if not text.done:
-            self._rows.place(len(self.active), prefix)
-            self.active.append(text)
+        owners = {text.adapter or self._own for text in texts}
+        self._look_at(owners)
+        sound: list[Text] = []
+        for text in texts:
+            owner = text.adapter or self._own
+            if owner is None or owner.finite:
+                sound.append(text)
+            else:
+                text.fail()
+        # prompts of one adapter are read at once; who has its prompt read alone is not worth a copy of the weights
+        for owner in owners:
+            its = [text for text in sound if (text.adapter or self._own) is owner]
+            self._read_all([text for text in its if text.request.max_tokens > 1], owner)
+            for text in its:
+                if text.request.max_tokens <= 1:
+                    self._read_all([text], owner)
+        starting = [text for text in sound if text.request.max_tokens > 1 and text.room > 0]
+        if self._joined is not None and starting:
+            with self._computing([text.adapter or self._own for text in starting], packed=True):
+                self._take(starting, self._logits(torch.stack([self._read[text.key].hidden[-1] for text in starting])))
+        for text in sound:
+            text.done = text.done or text.room == 0
+            if not text.done:
+                self._rows.place(len(self.active), self._read[text.key])
+                self.active.append(text)
+        wanted = {text.key for text in others}
+        self._read = {key: prefix for key, prefix in self._read.items() if key in wanted}
+        return [text for text in texts if text.done]
+
+    def _read_all(self, texts: Sequence[Text], owner: Adapter | None) -> None:
+        """Read prompts with one adapter, and tell of them; where each is alone, sample first tokens too."""
+        new = list({text.key: text.request.prompt for text in texts if text.key not in self._read}.items())
+        together = isinstance(self._rows, LeanRows) and any(text.request.max_tokens > 1 for text in texts)
+        if together:
+            self._settle()
+        with self._computing([owner], packed=any(text.request.max_tokens > 1 for text in texts), text=True):
+            if isinstance(self._rows, LeanRows) and together and new:
+                found = self._rows.read_many([prompt for _, prompt in new])
+            else:
+                found = [self._rows.read(prompt) for _, prompt in new]
+            self._read |= {key: prefix for (key, _), prefix in zip(new, found, strict=True)}
+            for text in texts:
+                prefix = self._read[text.key]
+                if text.request.prompt_logprobs or text.request.topk_prompt_logprobs:
+                    self._tell_prompt(text, prefix)
+                if text.room > 0 and not together:
+                    self._take([text], head_logits(self._model, prefix.hidden[-1:]))
+
+    def _settle(self) -> None:
+        if not self._settled:
+            with self._computing([None] * self._slots, packed=True):
+                self._rows.settle(self._slots)
+            self._settled = True
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary] of the first rows, or of texts that will be the next ones."""
+        size = self._rows.company(len(hidden))
+        found = []
+        for start in range(0, len(hidden), size):
+            part = hidden[start : start + size]
+            if self._joined is not None:
+                self._joined.rows(start, size)
+            found.append(head_logits(self._model, padded(part, size))[: len(part)])
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def grow(self, texts: Sequence[Text]) -> list[Text]:
         """Let texts grow by a token: all that were active before others joined.
@@ -111,20 +160,9 @@ class Lane:
         grown = self.active[: len(texts) - len(done)]
         if not grown:
             return done
-        if not self._settled:
-            with self._computing([None] * self._slots, packed=True):
-                self._rows.settle(self._slots)
-            self._settled = True
+        self._settle()
         with self._computing([text.adapter or self._own for text in grown], packed=True):
-            hidden = self._rows.advance([text.result.tokens[-1] for text in grown])
-            size = self._rows.company(len(grown))
-            logits = []
-            for start in range(0, len(hidden), size):
-                part = hidden[start : start + size]
-                if self._joined is not None:
-                    self._joined.rows(start, size)
-                logits.append(head_logits(self._model, padded(part, size))[: len(part)])
-            self._take(grown, torch.cat(logits))
+            self._take(grown, self._logits(self._rows.advance([text.result.tokens[-1] for text in grown])))
         return done + self._leave_done(len(grown))
 
     def _leave_done(self, count: int) -> list[Text]:

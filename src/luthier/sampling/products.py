@@ -3,7 +3,8 @@
 Adapters lie side by side: y = W x + B ((A x) * m), where A and B are those of all adapters, one after the other, and m
 is 0 in a row except at the ranks of the row's own adapter, where it is the adapter's scale. What the others add to a
 row is 0, exactly. Whether their company changes how a row's own terms are summed is tried when adapters come together;
-if it does, each gets products of its own. Products of adapters are always of as many rows as there are slots.
+if it does, each gets products of its own. Products of adapters are always of as many rows as there are slots, or while
+texts are read of as many as are read at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from luthier.adapters import LoraLayer, is_adapter_weight
+from luthier.hf.lean import READING
 from luthier.hf.slots import padded
 from luthier.sampling.packed import Copies, Copy, Forward, can_pack, laid_out, packable, stamp_of
 
@@ -127,7 +129,7 @@ class JoinedProducts:
         Args:
             owners: of each row; None for the base as it is.
             packed: from copies, which are made where there are none of the weights as they are.
-            text: all rows are of one text, of the only owner, and as many as they like.
+            text: rows are those of whole texts, all of the only owner.
         """
         self._bases = [self._base(number, packed) for number in range(len(self._groups))]
         self._owners = list(owners)
@@ -158,7 +160,7 @@ class JoinedProducts:
             flat = x.reshape(-1, x.shape[-1]).to(low.dtype)
             count = len(flat)
             if self._text:
-                z = low.down(flat).mul_(low.columns[0][2])
+                z = low.down(padded(flat, READING)).mul_(low.columns[0][2])
             else:
                 z = low.down(padded(flat, self._most)).mul_(self._mask(low))
             y = (y + low.up(z)[:count].view(y.shape)).to(y.dtype)
