@@ -24,6 +24,7 @@ help:
 	@echo "make test       all tests, offline"
 	@echo "make fuzz       20,000 requests of ill will to a server; REQUESTS=n SEED=n for others"
 	@echo "make matrix     prove every causal model type on ten layouts, and write docs/architectures.md; goes on where it was"
+	@echo "make cookbook   recipes of tinker-cookbook against luthier serve; sums by reinforcement"
 	@echo "make bench      Luthier beside TRL and PEFT: tokens per CPU-second, peak memory"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     put the code in form"
@@ -44,6 +45,9 @@ matrix: .venv/.test
 
 bench: .venv/.bench
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/run.py
+
+cookbook: .venv/.test
+	$(BIN)/python benchmarks/cookbook.py
 
 lint: .venv/.dev
 	$(BIN)/ruff check
@@ -95,6 +99,7 @@ endif
 
 .venv/.test: .venv/.model
 	$(PIP) --editable '.[test]'
+	$(PIP) --no-deps tinker-cookbook
 	@touch $@
 
 .venv/.bench: .venv/.model
