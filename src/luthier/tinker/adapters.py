@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from luthier import adapters
 from luthier.adapters import Adapted, LoraReport, LoraSpec, MergeReport
 from luthier.config import LoraConfig as Config
 from luthier.errors import ConfigError
 from luthier.hf.fused import fused_projections
+from luthier.hf.gather import gather, reshard
 from luthier.hf.linear import linear_shape
+from luthier.hf.together import exchange
 from luthier.tinker.types import LoraConfig
 
 logger = logging.getLogger(__name__)
@@ -95,9 +98,28 @@ def iter_lora_modules(model: Any) -> Iterator[tuple[str, Adapted]]:
 
 def adapter_state_dict(model: Any) -> dict[str, torch.Tensor]:
     """Copies of all adapters' matrices by full name, on the CPU; what `model.load_state_dict(..., strict=False)`
-    takes."""
-    weights = (item for item in model.state_dict().items() if adapters.is_adapter_weight(item[0]))
-    return {name: value.detach().to("cpu", copy=True) for name, value in weights}
+    takes.
+
+    Args:
+        model: with adapters; or a client, or its state. On a layout it must be one of these two: all ranks call this
+            and all get the matrices whole, of every stage.
+    """
+    state = getattr(model, "state", model)
+    mesh, own = getattr(state, "mesh", None), getattr(state, "model", state)
+    if mesh is None:
+        weights = (item for item in own.state_dict().items() if adapters.is_adapter_weight(item[0]))
+        return {name: value.detach().to("cpu", copy=True) for name, value in weights}
+    reshard(own)
+    parts = {name: p for name, p in own.named_parameters() if adapters.is_adapter_weight(name)}
+    group, takers = dist.group.WORLD, dict[str, int]()
+    for rank, names in enumerate(exchange(list(parts), group)):
+        for name in names:
+            takers.setdefault(name, rank)
+    found: dict[str, torch.Tensor] = {}
+    for name, rank in takers.items():
+        if name in parts and (whole := gather(parts[name], rank)) is not None:
+            found[name] = whole.to("cpu", copy=True)
+    return {name: value for other in exchange(found, group) for name, value in other.items()}
 
 
 def merge_adapters(model: Any) -> MergeReport:

@@ -42,6 +42,8 @@ class Calls:
         self._tokens = tokens
         self._gradients = Gradients(state.trainable.values())
         self._loss = 0.0
+        self._changes = 0
+        """How often weights have changed."""
         self._refusal: str | None = None
         self._calls: list[APIFuture[ForwardBackwardOutput]] = []
 
@@ -155,6 +157,7 @@ class Calls:
             group["weight_decay"] = adam.weight_decay if group["decays"] else 0.0
         self._gradients.add_up()
         loss, self._loss = self._loss, 0.0
+        self._changes += 1
         update = optim_step(self.state, loss=loss, max_gradient_norm=adam.grad_clip_norm or None)
         if not update.applied:
             what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {update.gradient_norm}"
@@ -179,6 +182,7 @@ class Calls:
     def _load(self, path: Path, *, optimizer: bool) -> LoadWeightsResponse:
         refuse_merged(self.model)
         saved.load(self.state, path, optimizer=optimizer)
+        self._changes += 1
         self._gradients.clear()
         self._loss, self._refusal, self._calls = 0.0, None, []
         return LoadWeightsResponse(str(path))

@@ -14,6 +14,7 @@ from luthier.losses.table import loss_named
 from luthier.tinker import saved
 from luthier.tinker.build import build
 from luthier.tinker.calls import Calls, CustomLoss
+from luthier.tinker.copies import Copies
 from luthier.tinker.futures import APIFuture, gives_future, gives_result
 from luthier.tinker.sampler import SamplingClient, refuse_stability, snapshot
 from luthier.tinker.types import (
@@ -35,7 +36,8 @@ class LocalTrainingClient(Calls):
     """A model in training. Every call is done when it returns, in the order of the calls, and returns a future. The
     `..._async` twins are coroutines of the same, as the SDK has them.
 
-    On a layout every rank makes the same calls with the same data, and gets the same answers.
+    On a layout every rank makes the same calls with the same data, and gets the same answers. Texts are sampled there
+    from a copy: every rank holds the base model whole from the first sample on.
 
     Args:
         model: a causal language model of Transformers, changed in place, of which the adapters train, or without any
@@ -68,7 +70,9 @@ class LocalTrainingClient(Calls):
         state = build(model, lora, parallel=parallel, precision=precision, device=device, seed=seed)
         super().__init__(state, tokens_per_microbatch)
         self.directory = Path(directory)
+        self._copies = Copies(state, seed) if state.mesh is not None else None
         self._live = self._sampling_client(self.model)
+        self._live_of = -1
 
     @property
     def model_id(self) -> str:
@@ -144,7 +148,7 @@ class LocalTrainingClient(Calls):
 
     def sample(self, prompt: Any, num_samples: int = 1, sampling_params: Any = None, **more: Any) -> APIFuture[Any]:
         """Sample from the weights as they are now; as `SamplingClient.sample`."""
-        return self._live.sample(prompt, num_samples, sampling_params, **more)
+        return self._live_client().sample(prompt, num_samples, sampling_params, **more)
 
     def save_weights_and_get_sampling_client(
         self,
@@ -166,7 +170,12 @@ class LocalTrainingClient(Calls):
             refuse_stability(record_stability_info)
             if kind not in ("snapshot", "inflight"):
                 raise ConfigError(f"{kind!r} is unknown", where="kind", remedy="use snapshot or inflight")
-            return self._sampling_client(self.model if kind == "inflight" else snapshot(self.model))
+            if kind == "snapshot":
+                return self._sampling_client(self._snapshot())
+            if self._copies is not None:
+                what = "on several ranks texts are sampled from copies of the weights"
+                raise ConfigError(what, where="kind", remedy="use snapshot")
+            return self._sampling_client(self.model)
 
         return APIFuture(work)
 
@@ -208,7 +217,8 @@ class LocalTrainingClient(Calls):
 
         def work() -> SamplingClient:
             refuse_stability(record_stability_info)
-            return self._sampling_client(saved.load_for_sampler(self.model, self._path(model_path, _SAMPLERS)))
+            base = self.model if self._copies is None else self._copies.base
+            return self._sampling_client(saved.load_for_sampler(base, self._path(model_path, _SAMPLERS)))
 
         return APIFuture(work)
 
@@ -266,7 +276,16 @@ class LocalTrainingClient(Calls):
     save_weights_and_get_sampling_client_async = gives_result(save_weights_and_get_sampling_client)
 
     def _sampling_client(self, model: Any) -> SamplingClient:
-        return SamplingClient(model, self._tokenizer_if_any, self.state.source.text)
+        seed = None if self._copies is None else self._copies.draw()
+        return SamplingClient(model, self._tokenizer_if_any, self.state.source.text, seed)
+
+    def _snapshot(self) -> Any:
+        return snapshot(self.model) if self._copies is None else self._copies.snapshot()
+
+    def _live_client(self) -> SamplingClient:
+        if self._copies is not None and self._live_of != self._changes:
+            self._live, self._live_of = self._sampling_client(self._snapshot()), self._changes
+        return self._live
 
     def _new(self, name: str | Path, folder: str, ttl_seconds: int | None) -> Path:
         if ttl_seconds is not None and not ttl_seconds > 0:

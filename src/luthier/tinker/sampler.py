@@ -22,10 +22,12 @@ class SamplingClient:
         model: whose weights are read at every call.
         tokenizer: gives the tokenizer, or None where there is none; asked for when it is needed first.
         base_model: what `luthier train` calls the base.
+        seed: of what is sampled without a seed; unpredictable when left out.
     """
 
-    def __init__(self, model: Any, tokenizer: Callable[[], Any], base_model: str = "") -> None:
+    def __init__(self, model: Any, tokenizer: Callable[[], Any], base_model: str = "", seed: int | None = None) -> None:
         self.model = model
+        self._seed = seed
         self._tokenizer = tokenizer
         self._base_model = base_model
         self._engine: SamplingEngine | None = None
@@ -106,7 +108,7 @@ class SamplingClient:
     def engine(self) -> SamplingEngine:
         """What samples; made when it is needed first."""
         if self._engine is None:
-            self._engine = SamplingEngine(self.model, tokenizer=self._tokenizer())
+            self._engine = SamplingEngine(self.model, tokenizer=self._tokenizer(), seed=self._seed)
         return self._engine
 
     def _ids(self, prompt: Any) -> Sequence[int]:
