@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tinker
 import torch
 from safetensors.torch import load_file
 from tinker import types
+from tinker.types.generic_event import GenericEvent
+from tinker.types.telemetry_response import TelemetryResponse
+from tinker.types.telemetry_send_request import TelemetrySendRequest
 
 from luthier.config import RunConfig
 from luthier.recipes.run import opened
 from luthier.tinker import AdamParams, LocalTrainingClient, LoraConfig
 from luthier.tinker.saved import save_for_sampler
-from tests.tinker.server.served import Served, ints, serving
+from tests.tinker.server.served import KEY, Served, ints, serving
 from tests.tinker.test_recipe import DATA, datums_of
 
 MODEL = "debug:llama"
@@ -117,3 +125,35 @@ def test_all_weights_may_train(served: Served) -> None:
     sampler = again.save_weights_and_get_sampling_client().result()
     told = sampler.compute_logprobs(ints(tokens)).result()
     assert told[1:] == pytest.approx(local.compute_logprobs(tokens).result()[1:], abs=1e-5)
+
+
+def test_the_sdks_command_line_fetches_adapters(served: Served, tmp_path: Path) -> None:
+    """It makes a model of the checkpoint, saves that to be fetched, follows the links without a key, and cleans up."""
+    client = served.client().create_lora_training_client(MODEL, rank=3, seed=7).result()
+    path = client.save_state("kept").result().path
+    command = [sys.executable, "-m", "tinker.cli", "checkpoint", "download", path, "--output", str(tmp_path / "files")]
+    told = {"TINKER_BASE_URL": served.url, "TINKER_API_KEY": KEY}
+    ended = subprocess.run(command, env=os.environ | told, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = next((tmp_path / "files").rglob("adapter_model.safetensors"))
+    expected = weights_of(served, client)
+    fetched = load_file(found)
+    assert fetched.keys() == expected.keys()
+    assert all(torch.equal(fetched[key], value) for key, value in expected.items())
+
+
+def test_what_the_sdk_reports_of_itself_is_accepted(served: Served) -> None:
+    event = GenericEvent(
+        event="GENERIC_EVENT",
+        event_id="1",
+        event_session_index=0,
+        severity="INFO",
+        timestamp=datetime.now(UTC),
+        event_name="x",
+        event_data={},
+    )
+    sent = TelemetrySendRequest(
+        events=[event], platform="linux", sdk_version="0.38.0", session_id="1", process_uuid="2"
+    )
+    answer = httpx.post(f"{served.url}/api/v1/telemetry", content=sent.model_dump_json(), headers={"X-API-Key": KEY})
+    assert TelemetryResponse.model_validate_json(answer.content).status == "accepted"

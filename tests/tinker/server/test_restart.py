@@ -49,7 +49,7 @@ def loop(served: Served, seed: int, told: Callable[[], object]) -> dict[str, Any
         if number % 4 == 1:
             saved = client.save_state(f"round{number}").result().path
         elif number % 4 == 3:
-            client.load_state_with_optimizer(saved).result()
+            client = service.create_training_client_from_state_with_optimizer(saved).result()
         else:
             found.append(client.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data)
         told()
@@ -58,9 +58,8 @@ def loop(served: Served, seed: int, told: Callable[[], object]) -> dict[str, Any
         params = types.SamplingParams(max_tokens=4, seed=number)
         found.append([one.tokens for one in sampler.sample(ints(tokens), 2, params).result().sequences])
         told()
-    path = types.ParsedCheckpointTinkerPath.from_tinker_path(client.save_weights_external("end").result().path)
-    rest = served.rest()
-    links = rest.get_external_weights_urls(path.training_run_id, path.checkpoint_id).result().urls
+    path = client.save_weights_external("end").result().path
+    links = served.rest().get_external_weights_urls(path).result().urls
     with urllib.request.urlopen(links["adapter_model.safetensors"]) as response:
         weights = response.read()
     return {"found": found, "weights": weights}
