@@ -117,6 +117,8 @@ class LeanRows(SlotRows):
         self._query_heads = _outputs(self.groups[0][0]) // self._dim
         self.products: Products = ModuleProducts(self.groups)
         self._blocks: tuple[int, ...] = (READING,)
+        self._runs: tuple[Any, ...] = ()  # what the views below are of
+        self._views: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def _take(self, layer: Any) -> None:
         names = {name for name, _ in layer.named_children()}
@@ -220,30 +222,33 @@ class LeanRows(SlotRows):
         rows = torch.arange(start, start + count, device=device)
         # places in an arena seen as [rows x heads x places, dim]
         places = ((rows[:, None] * self._key_heads + heads) * slots.places + positions[:, None]).flatten()
-        found = torch.zeros(size, self._query_heads * self._dim, dtype=dtype, device=device)
         together = self._query_heads // self._key_heads
         # a key head's queries as rows of one product are faster in fp32, and slower in bf16
         grouped = dtype == torch.float32
+        seen = [mask[first:end, None, None, :length] for first, end, length in runs]
+        if grouped:
+            seen = [part.expand(-1, 1, together, -1) for part in seen]
+        if self._runs != (key := (slots.rows, slots.places, start, *runs)):
+            self._runs, self._views = key, {}
+        rest = [torch.zeros(size - count, self._query_heads * self._dim, dtype=dtype, device=device)][: size - count]
 
         def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            arenas = []
             for tensors, new in ((slots.keys, key), (slots.values, value)):
                 arena = slots.arena(tensors, number, new.transpose(0, 1)[None])
                 arena.view(-1, self._dim).index_copy_(0, places, new[:count].reshape(-1, self._dim))
-                arenas.append(arena)
-            scale = self._layers[number].scaling
-            for first, end, length in runs:
-                keys, values = (arena[start + first : start + end, :, :length] for arena in arenas)
-                seen = mask[first:end, None, None, :length]
-                if grouped:
-                    q = query[first:end].reshape(end - first, self._key_heads, together, self._dim)
-                    seen = seen.expand(-1, 1, together, -1)
-                    out = F.scaled_dot_product_attention(q, keys, values, seen, scale=scale)
-                else:
-                    q = query[first:end, :, None]
-                    out = F.scaled_dot_product_attention(q, keys, values, seen, scale=scale, enable_gqa=together > 1)
-                found[first:end] = out.reshape(end - first, -1)
-            return found
+            if number not in self._views:
+                keys, values = slots.keys[number], slots.values[number]
+                parts = [(slice(start + first, start + end), slice(None), slice(length)) for first, end, length in runs]
+                self._views[number] = [(keys[part], values[part]) for part in parts]
+            found, scale = [], self._layers[number].scaling
+            for (first, end, _), (keys, values), part in zip(runs, self._views[number], seen, strict=True):
+                q = query[first:end]
+                q = q.reshape(len(q), self._key_heads, together, self._dim) if grouped else q[:, :, None]
+                wide = not grouped and together > 1
+                out = F.scaled_dot_product_attention(q, keys, values, part, scale=scale, enable_gqa=wide)
+                found.append(out.reshape(end - first, -1))
+            found += rest
+            return found[0] if len(found) == 1 else torch.cat(found)
 
         ids = torch.tensor([*tokens, *[0] * (size - count)], dtype=torch.int64, device=device)
         self.products.rows(start, size)
@@ -269,9 +274,9 @@ class LeanRows(SlotRows):
             else:
                 query = _turned(_normed(layer.queries, made[:, :heads]), cos, signed)
                 key = _turned(_normed(cast(nn.Module, layer.keys), made[:, heads:rotated]), cos, signed)
-            x = x + products(_GROUPS * number + 1, attend(number, query, key, value))
+            x = products(_GROUPS * number + 1, attend(number, query, key, value)).add_(x)
             gate, up = products(_GROUPS * number + 2, _normed(layer.after, x)).chunk(2, -1)
-            x = x + products(_GROUPS * number + 3, layer.activation(gate) * up)
+            x = products(_GROUPS * number + 3, layer.activation(gate).mul_(up)).add_(x)
         return _normed(self._norm, x)
 
     def _product(self, group: int, x: Tensor) -> Tensor:
