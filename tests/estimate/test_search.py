@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from luthier.estimate.cluster import find_cluster, this_machine
 from luthier.estimate.memory import memory
 from luthier.estimate.models import find_model, known
 from luthier.estimate.plan import Plan
-from luthier.estimate.run import parse_layout
+from luthier.estimate.run import parse_layout, prepare
 from luthier.estimate.search import CHECKPOINTING, layouts, search
-from luthier.estimate.time import step_time
+from luthier.estimate.time import least_time, step_time
 from luthier.hf.load import build_on_meta, model_class
 from luthier.parallel.mesh import Layout
 
@@ -49,7 +50,7 @@ def test_other_models_are_what_they_are() -> None:
 
 
 def found(model: str, gpus: int, **data: Any) -> dict[str, Any]:
-    config = RunConfig.model_validate({"model": model, "data": {"sequence_length": 4096}, **data})
+    config = RunConfig.model_validate({"model": model, "data": {"sequence_length": 4096}} | data)
     return find_layouts(config, gpus)
 
 
@@ -94,6 +95,29 @@ def test_what_is_passed_over_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("luthier.estimate.run.search", every)
     result = found("Qwen3-0.6B", 16)
     assert [entry["tokens_per_second"] for entry in result["layouts"]] == pytest.approx(kept, rel=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "cluster"), [("mixtral", "h200"), ("qwen3", "h100")])
+def test_no_step_is_faster_than_the_bound_that_a_search_sorts_by(kind: str, cluster: str) -> None:
+    config = RunConfig.model_validate({"model": f"debug:{kind}", "data": {"sequence_length": 4096}})
+    shape, machine = prepare(config, cpu=False).shape, find_cluster(cluster)
+    admitted = {"tp": 2, "cp": 2, "pp": 2, "ep": 4}
+    some = list(layouts(shape, 16, 8, lambda name, degree: None if degree <= admitted[name] else "no"))
+    assert {layout.ep for layout in some} == ({1, 2, 4} if kind == "mixtral" else {1})
+    for layout, checkpointing in itertools.product(some, CHECKPOINTING):
+        plan = Plan(layout, 4096, 2, 6, checkpointing, reshard=layout.pp == 1)
+        time = step_time(shape, plan, machine)
+        assert least_time(shape, plan, machine) <= time.total
+        between = time.products + time.other + time.context + time.experts + time.bubble
+        assert least_time(shape, plan, machine) >= 0.5 * between
+
+
+def test_so_many_gpus_are_nowhere_and_so_few_tokens_no_step() -> None:
+    with pytest.raises(ConfigError, match="100,000,000 GPUs"):
+        found("Qwen3-0.6B", 10**8)
+    with pytest.raises(ConfigError, match="a step of 4,096 tokens has too few documents of 4,096 for 256 GPUs"):
+        found("debug:llama", 256, train={"tokens_per_step": 4096})
+    assert found("debug:llama", 1, data={"sequence_length": 1001})["layouts"]
 
 
 def test_adapters_need_less() -> None:

@@ -12,8 +12,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from luthier.errors import ConfigError
 from luthier.hf.load import build_on_meta
 from luthier.hf.tiny import debug_config
+from luthier.parallel import rules
 from luthier.parallel.balance import balance, costs
 from luthier.parallel.cuttable import refusal, roles_of
+from luthier.parallel.mesh import Layout
 from luthier.parallel.pipeline import cut
 from luthier.parallel.programs import PROGRAMS, stages_of
 from luthier.parallel.stages import Part, remove_others
@@ -55,6 +57,12 @@ def test_too_few_layers_are_refused() -> None:
     model = on_meta("llama", layers=4)
     assert refusal(model, 4) is None
     assert refusal(model, 4, 2) == "it has 4 layers for 8 stages"
+    with pytest.raises(ConfigError) as refused:
+        rules.check(model, Layout(pp=2), stages_per_rank=9)
+    assert refused.value.where == "parallel.stages_per_rank"
+    assert str(refused.value.remedy).startswith("2 of them, or dp_shard 2, would work")
+    with pytest.raises(ConfigError, match="it has 4 layers for 8 stages; dp_shard 2 x pp 2 would work"):
+        rules.check(model, Layout(pp=4), stages_per_rank=2)
 
 
 def test_keys_and_values_of_other_layers_are_refused() -> None:

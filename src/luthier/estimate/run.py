@@ -31,7 +31,7 @@ from luthier.hf.source import load_config
 from luthier.optim.build import build_optimizer
 from luthier.parallel import rules
 from luthier.parallel.mesh import Layout
-from luthier.parallel.programs import PROGRAMS
+from luthier.parallel.programs import PROGRAMS, stages_of
 
 _MOST_RANKS = 1_000_000
 _TOKENS_A_GPU = 16384
@@ -108,14 +108,14 @@ def estimate(
 
     Raises:
         ModelError: the model's config cannot be found or read.
-        ConfigError: the model does not admit the layout.
+        ConfigError: the model does not admit the layout, or so many GPUs are nowhere.
     """
+    _refuse_more_than_there_are(gpus or 1)
     parallel = parse_layout(layout, config.parallel) if layout is not None else config.parallel
     cpu = cluster == "cpu" or (cluster is None and choose_device(config.train.device).type == "cpu")
     resolved = Layout.resolve(parallel, gpus or _ranks(parallel))
     prepared = prepare(config, cpu=cpu)
-    program = PROGRAMS[parallel.pipeline_schedule]
-    rules.check(prepared.model, resolved, parallel.stages_per_rank or program.stages_per_rank)
+    rules.check(prepared.model, resolved, stages_of(parallel.pipeline_schedule, parallel.stages_per_rank))
     plan = _plan(config, parallel, resolved)
     shape = prepared.shape
     result = _about(config, prepared, plan)
@@ -142,8 +142,9 @@ def find_layouts(config: RunConfig, gpus: int, cluster: str = "h200", keep: int 
 
     Raises:
         ModelError: the model's config cannot be found or read.
-        ConfigError: no layout fits.
+        ConfigError: no layout fits, or so many GPUs are nowhere.
     """
+    _refuse_more_than_there_are(gpus)
     machine = find_cluster(cluster)
     prepared = prepare(config, cpu=machine.shared)
     length = config.data.sequence_length
@@ -211,6 +212,11 @@ def _shorten(model: Any, shape: ModelShape) -> None:
             kept.append(layers[index])
         seen.add(id(layer))
     model.set_submodule(parents.pop(), nn.ModuleList(model.get_submodule(name) for name in kept))
+
+
+def _refuse_more_than_there_are(gpus: int) -> None:
+    if gpus > _MOST_RANKS:
+        raise ConfigError(f"{gpus:,} GPUs", where="--gpus", remedy=f"take a number up to {_MOST_RANKS:,}")
 
 
 def _ranks(parallel: ParallelConfig) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -104,9 +105,8 @@ def search(
             break
     if not best:
         if smallest is None:
-            raise ConfigError(
-                f"no layout for {ranks} GPUs fits the model", where="--gpus", remedy="try another number of GPUs"
-            )
+            what = f"a step of {step_tokens:,} tokens has too few documents of {length:,} for {ranks:,} GPUs"
+            raise ConfigError(what, where="--gpus", remedy="take fewer GPUs, or raise train.tokens_per_step")
         what = f"no layout fits in {limit / 2**30:.1f} GiB: {smallest[1].layout} needs {smallest[0] / 2**30:.1f} GiB"
         raise ConfigError(what, where="--gpus", remedy="take more GPUs, or train adapters")
     ranked = sorted(best.values(), key=lambda found: (-round(found.tokens_per_second, -1), _degrees(found.plan.layout)))
@@ -147,7 +147,7 @@ def _slowest(best: dict[Layout, Found], keep: int) -> float:
 def _batches(layout: Layout, length: int, step_tokens: int) -> Iterator[tuple[int, int]]:
     """(documents in a microbatch, microbatches)."""
     documents = step_tokens / (length * layout.data_ranks)
-    if documents < 0.75 or length % (2 * layout.cp):
+    if documents < 0.75 or (layout.cp > 1 and length % (2 * layout.cp)):
         return
     for rows in (1, 2, 4, 8):
         microbatches = round(documents / rows)
@@ -157,7 +157,8 @@ def _batches(layout: Layout, length: int, step_tokens: int) -> Iterator[tuple[in
 
 
 def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d < number]
 
 
 def _degrees(layout: Layout) -> int:

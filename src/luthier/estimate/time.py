@@ -7,15 +7,17 @@ what tp, cp and ep send is waited for.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Container, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
 from luthier.estimate.cluster import Cluster
 from luthier.estimate.flops import useful, work
 from luthier.estimate.plan import AGAIN, Held, Plan, different, held_by
 from luthier.estimate.shape import ModelShape, Totals, totals
-from luthier.estimate.traffic import Axis, Flow, Phase, on_links, traffic
+from luthier.estimate.traffic import Axis, Flow, Phase, on_links, traffic, waited_for
 from luthier.parallel.mesh import Layout
 
 _HIDDEN: tuple[Axis, ...] = ("fsdp", "efsdp", "dp_replicate")
@@ -75,10 +77,25 @@ def step_time(shape: ModelShape, plan: Plan, cluster: Cluster) -> Time:
 
 
 def least_time(shape: ModelShape, plan: Plan, cluster: Cluster) -> float:
-    """Seconds that `step_time` will not be below: as if messages and the update took none. Arguments as of it."""
-    held = held_by(shape, plan.layout.pp, plan.schedule, plan.stages_per_rank)
-    slowest = max(sum(_computing(shape, plan, cluster, one)) for one in different(held))
-    return (plan.microbatches + idle(plan)) * slowest
+    """Seconds that `step_time` will not be below: as if the update, and messages but for those of tp, cp and ep, took
+    none. How ranks of data are dealt does not count, so that few layouts of a search differ in it. Arguments as of it.
+    """
+    layout = plan.layout
+    degrees = {"cp": layout.cp, "tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
+    fewest = layout.ep // math.gcd(layout.ep, layout.cp * layout.tp)
+    alike = replace(plan, layout=Layout(dp_shard=fewest, **degrees), microbatches=1)
+    return (plan.microbatches + idle(plan)) * _least(shape, alike, cluster)
+
+
+@lru_cache(maxsize=1 << 14)
+def _least(shape: ModelShape, plan: Plan, cluster: Cluster) -> float:
+    """Of one microbatch on the slowest rank."""
+
+    def seconds(held: Held) -> float:
+        flows = (flow for flow in waited_for(shape, plan, held) if flow.sent and flow.phase != "step")
+        return sum(_computing(shape, plan, cluster, held)) + sum(_seconds(flows, cluster, plan.layout).values())
+
+    return max(seconds(one) for one in different(held_by(shape, plan.layout.pp, plan.schedule, plan.stages_per_rank)))
 
 
 def _of(shape: ModelShape, plan: Plan, cluster: Cluster, held: Held) -> Time:

@@ -7,7 +7,7 @@ S (n - 1) / n, of an all-reduce twice as much, of an all-to-all what is meant fo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
 from luthier.estimate.plan import AGAIN, Held, Plan, held_by
@@ -81,13 +81,16 @@ def traffic(shape: ModelShape, plan: Plan, rank: int = 0) -> list[Flow]:
     held = held_by(shape, plan.layout.pp, plan.schedule, plan.stages_per_rank)[rank]
     flows = [
         *_weights(shape, plan, held),
-        *_tensor(shape, plan, held),
-        *_context(shape, plan, held),
-        *_experts(shape, plan, held),
+        *waited_for(shape, plan, held),
         *_pipeline(shape, plan, held),
         *_numbers(plan),
     ]
     return [flow for flow in flows if flow.sent]
+
+
+def waited_for(shape: ModelShape, plan: Plan, held: Held) -> Iterator[Flow]:
+    """Of what a rank sends in a step, the messages between products, which nothing hides: those of tp, cp and ep."""
+    return chain(_tensor(shape, plan, held), _context(shape, plan, held), _experts(shape, plan, held))
 
 
 def busiest(shape: ModelShape, plan: Plan) -> list[Flow]:

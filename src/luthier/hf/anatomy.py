@@ -147,8 +147,8 @@ def _lists(module: nn.Module) -> list[tuple[int, int, nn.ModuleList]]:
     """[(depth, weights, list)] of the module lists that hold modules with weights."""
     found = []
     for name, child in module.named_modules():
-        if isinstance(child, nn.ModuleList) and len(child) and any(p.numel() for p in child.parameters()):
-            found.append((name.count("."), sum(p.numel() for p in child.parameters()), child))
+        if isinstance(child, nn.ModuleList) and (weights := sum(p.numel() for p in child.parameters())):
+            found.append((name.count("."), weights, child))
     return found
 
 

@@ -66,13 +66,14 @@ def find_experts(model: nn.Module) -> tuple[Experts, ...]:
         model: a Transformers model, or a part of one.
     """
     found = []
+    calls = {kind: _call(kind) for kind in {type(module) for module in model.modules()}}
     for name, module in model.named_modules():
-        call = _call(module)
-        own = dict(module.named_parameters())
+        call = calls[type(module)]
         stacks = [p for p in module.parameters(recurse=False) if p.dim() == 3]
         count = stacks[0].shape[0] if stacks else _count(module)  # a shard's own count is that of its part
         if call is None or count is None or (call != "routed" and (_count(module) is None or not stacks)):
             continue
+        own = dict(module.named_parameters())
         sliced = tuple(
             k for k, p in own.items() if p.dim() > 1 and (p.shape[0] == count if stacks else not p.shape[0] % count)
         )
@@ -86,9 +87,9 @@ def _count(module: nn.Module) -> int | None:
     return next((n for field in _COUNTS if isinstance(n := getattr(module, field, None), int)), None)
 
 
-def _call(module: nn.Module) -> Call | None:
-    """How tokens come to this module's forward, None where it is none of the ways of experts."""
-    arguments = list(inspect.signature(type(module).forward).parameters)[1:]
+def _call(kind: type[nn.Module]) -> Call | None:
+    """How tokens come to the forward of such modules, None where it is none of the ways of experts."""
+    arguments = list(inspect.signature(kind.forward).parameters)[1:]
     if len(arguments) == 3 and _INDEX.search(arguments[1]) and _WEIGHTS.search(arguments[2]):
         return "routed"
     if len(arguments) == 2 and arguments[1] == "expert_size":

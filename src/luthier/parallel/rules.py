@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from luthier.errors import ConfigError
+from luthier.hf.anatomy import describe
 from luthier.parallel import context, cuttable, expert, tensor
 from luthier.parallel.mesh import Layout
 
@@ -45,11 +46,18 @@ def check(model: Any, layout: Layout, stages_per_rank: int = 1) -> None:
     for name in REFUSALS:
         degree = getattr(layout, name)
         if why := reason(name, degree):
-            raise ConfigError(
-                f"{type(model).__name__} cannot run on {name} {degree}: {why}",
-                where=f"parallel.{name}",
-                remedy=f"{nearest(layout, reason)} would work",
-            )
+            where, works = name, str(nearest(layout, reason))
+            fewer = _fewer_stages(model, degree, stages_per_rank) if name == "pp" else None
+            if fewer is not None:
+                where, works = "stages_per_rank", f"{fewer} of them, or {works},"
+            what = f"{type(model).__name__} cannot run on {name} {degree}: {why}"
+            raise ConfigError(what, where=f"parallel.{where}", remedy=f"{works} would work")
+
+
+def _fewer_stages(model: Any, degree: int, stages_per_rank: int) -> int | None:
+    """How many stages a rank could hold instead, where a schedule that takes any number of them is to hold too many."""
+    most = len(describe(model).layers) // degree
+    return most if 2 <= most < stages_per_rank and cuttable.refusal(model, degree, most) is None else None
 
 
 def nearest(layout: Layout, reason: Callable[[str, int], str | None]) -> Layout:
