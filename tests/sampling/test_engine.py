@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from luthier import tinker
 from luthier.adapters import apply_lora, beside
 from luthier.config import LoraConfig
 from luthier.engine.build import build_network
@@ -252,6 +253,35 @@ def test_adapters_come_and_go_by_name() -> None:
     assert len(engine.result(good).tokens) == NEW
     engine.remove("first")
     assert engine.adapters == []
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "gpt2"])
+def test_adapters_of_queries_keys_and_values_in_one_matrix(kind: str) -> None:
+    model = load_model(resolve(f"debug:{kind}"), dtype="fp32")
+    tinker.apply_lora(model, tinker.LoraConfig(rank=2, train_mlp=False, train_unembed=False))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:  # also where a mask holds it at 0
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    results = SamplingEngine(model, slots=4).sample([greedy(prompt) for prompt in RAGGED])
+    for prompt, result in zip(RAGGED, results, strict=True):
+        logprobs = full_logprobs(model, [*prompt, *result.tokens])[-NEW:]
+        assert logprobs.argmax(-1).tolist() == result.tokens
+        torch.testing.assert_close(torch.tensor(result.logprobs), logprobs.amax(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_frequencies_that_follow_the_length_are_those_of_each_token() -> None:
+    stretched = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    config = debug_config("llama", rope_parameters=stretched, max_position_embeddings=16)
+    model = load_model(resolve("debug:llama"), config=config, dtype="fp32")
+    result = SamplingEngine(model, slots=4).sample([greedy(RAGGED[0])])[0]
+    for count in range(NEW):
+        text = torch.tensor([[*RAGGED[0], *result.tokens[:count]]])
+        with torch.no_grad():
+            logprobs = model(text, use_cache=False).logits[0, -1].log_softmax(-1)
+        assert int(logprobs.argmax()) == result.tokens[count]
+        assert float(logprobs.max()) == pytest.approx(result.logprobs[count], abs=1e-5)
 
 
 def test_stops() -> None:
