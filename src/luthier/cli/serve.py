@@ -61,6 +61,15 @@ def serve(
     tokens: Annotated[
         int, typer.Option("--tokens-per-microbatch", min=1, help="How many positions run at once.")
     ] = 2048,
+    ranks: Annotated[
+        int, typer.Option("--nproc", metavar="N", min=1, help="Processes that models in training are laid out over.")
+    ] = 1,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--layout", metavar="LAYOUT", help='Over them: "dp_shard 2 x tp 2"; dp_shard alone when left out.'
+        ),
+    ] = None,
     slots: Annotated[int, typer.Option("--slots", min=1, help="How many texts grow side by side.")] = 32,
     as_json: JsonOption = False,
 ) -> Answer | None:
@@ -82,7 +91,18 @@ def serve(
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     names = (*(name or ()), *([str(Path(model).resolve())] if Path(model).is_dir() else []))
     config = ServerConfig(
-        model, directory, host, port, database, names, precision, device, tokens_per_microbatch=tokens, slots=slots
+        model,
+        directory,
+        host,
+        port,
+        database,
+        names,
+        precision,
+        device,
+        tokens_per_microbatch=tokens,
+        slots=slots,
+        parallel=_degrees(layout, ranks),
+        ranks=ranks,
     )
     heard: dict[str, Any] = {}
 
@@ -92,6 +112,18 @@ def serve(
 
     asyncio.run(run(config, announce))
     return Answer(heard, ["the server has ended; start it again in the same directory to go on"])
+
+
+def _degrees(layout: str | None, ranks: int) -> dict[str, Any] | None:
+    if ranks == 1 and layout is None:
+        return None
+    from luthier.config import ParallelConfig
+    from luthier.estimate.run import parse_layout
+    from luthier.parallel.mesh import Layout
+
+    parallel = parse_layout(layout or "dp_shard -1", ParallelConfig())
+    Layout.resolve(parallel, ranks)
+    return parallel.model_dump() if ranks > 1 else None
 
 
 @keys.command("add")

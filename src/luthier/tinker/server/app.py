@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ class ServerConfig:
         precision, device: as `luthier train` takes them.
         tokens_per_microbatch: how many positions run at once.
         slots: how many texts grow side by side.
+        parallel: how models in training are laid out over the worker's processes; None for one.
+        ranks: how many processes that are.
     """
 
     model: str
@@ -56,6 +59,8 @@ class ServerConfig:
     device: str | None = None
     tokens_per_microbatch: int = 2048
     slots: int = 32
+    parallel: Mapping[str, Any] | None = None
+    ranks: int = 1
 
 
 def database_of(directory: Path, database: str | None) -> str:
@@ -73,7 +78,9 @@ def build_app(service: Service, doorkeeper: Doorkeeper) -> FastAPI:
     app = FastAPI(title="Luthier", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.luthier = State(service, doorkeeper)
     install_errors(app)
-    for routes in (sessions, training, sampling, futures, checkpoints):
+    # what is asked most is found first
+    app.add_route("/api/v1/retrieve_future", futures.retrieve_future, methods=["POST"])
+    for routes in (futures, sampling, training, sessions, checkpoints):
         app.include_router(routes.router, prefix="/api/v1")
     app.include_router(checkpoints.links)
 
@@ -138,8 +145,10 @@ async def _work(
         "device": config.device,
         "tokens_per_microbatch": config.tokens_per_microbatch,
         "slots": config.slots,
+        "parallel": config.parallel,
     }
-    worker = WorkerProcess(arguments, config.directory / "worker.log", config.directory / "tokenizer")
+    log, tokenizer = config.directory / "worker.log", config.directory / "tokenizer"
+    worker = WorkerProcess(arguments, log, tokenizer, ranks=config.ranks)
     tasks: list[asyncio.Task[None]] = []
     service = Service(store, files, worker, (config.model, *config.names), Metrics())
     try:

@@ -77,10 +77,10 @@ class WorkerEnd:
         """Send a message."""
         self._socket.sendall(_pack(head, payload))
 
-    def receive(self, *, wait: bool) -> Message | None:
-        """The next message; None where there is none and it is not waited for."""
+    def receive(self, seconds: float) -> Message | None:
+        """The next message; None where none comes within so many seconds."""
         try:
-            return self._inbox.get(block=wait)
+            return self._inbox.get(block=seconds > 0, timeout=seconds or None)
         except queue.Empty:
             return None
 

@@ -45,10 +45,13 @@ class WorkerProcess:
         arguments: fields of `WorkerConfig`, but for the socket.
         log: where what it prints is kept.
         tokenizer: where it writes the base model's tokenizer.
+        ranks: how many processes it is.
     """
 
-    def __init__(self, arguments: dict[str, Any], log: Path, tokenizer: Path) -> None:
+    def __init__(self, arguments: dict[str, Any], log: Path, tokenizer: Path, *, ranks: int = 1) -> None:
         self._arguments = arguments
+        group = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        self._command = [sys.executable, *group, "-m", "luthier.tinker.server.worker"]
         self._log = log
         self._tokenizer = tokenizer
         self._room = Path(tempfile.mkdtemp(prefix="luthier-"))  # short, since names of sockets are; ours alone
@@ -151,9 +154,7 @@ class WorkerProcess:
         arguments = self._arguments | {"socket": str(socket), "tokenizer_directory": str(self._tokenizer)}
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "luthier.tinker.server.worker",
+                *self._command,
                 json.dumps(arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
