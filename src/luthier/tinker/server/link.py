@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _LENGTHS = struct.Struct(">QQ")
 
@@ -84,15 +84,25 @@ class WorkerEnd:
         except queue.Empty:
             return None
 
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
     def _read(self, closed: Callable[[], object]) -> None:
-        with self._socket.makefile("rb") as stream:
-            while True:
-                lengths = stream.read(_LENGTHS.size)
-                if len(lengths) < _LENGTHS.size:
-                    break
-                head, payload = _LENGTHS.unpack(lengths)
-                text, content = stream.read(head), stream.read(payload)
-                if len(text) < head or len(content) < payload:
-                    break
-                self._inbox.put((json.loads(text), content))
+        try:
+            with self._socket.makefile("rb") as stream:
+                while (message := _next(stream)) is not None:
+                    self._inbox.put(message)
+        except OSError:  # a server that was killed before it read what was sent
+            pass
         closed()
+
+
+def _next(stream: BinaryIO) -> Message | None:
+    """The next message; None at the end, also where that is within one."""
+    lengths = stream.read(_LENGTHS.size)
+    if len(lengths) < _LENGTHS.size:
+        return None
+    head, payload = _LENGTHS.unpack(lengths)
+    text, content = stream.read(head), stream.read(payload)
+    return (json.loads(text), content) if len(text) == head and len(content) == payload else None
