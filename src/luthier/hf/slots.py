@@ -146,13 +146,13 @@ class _Slots(Cache):
         return tensors[layer]
 
     def make_room(self, rows: int, places: int) -> None:
-        """Let there be room for so many, and half as many again where there was too little."""
+        """Let there be room for so many, and as much again where there was too little: all of it is copied."""
         if rows <= self.rows and places <= self.places:
             return
         if rows > self.rows:
             self.rows = max(rows, self.rows + self.rows // 2)
         if places > self.places:
-            self.places = rounded(max(places, self.places + self.places // 2))
+            self.places = max(rounded(places), 2 * self.places)
         for tensors in (self.keys, self.values):
             for layer, old in tensors.items():
                 new = old.new_zeros(self.rows, old.shape[1], self.places, old.shape[3])
@@ -248,6 +248,7 @@ class SlotRows:
         self._lengths += [0] * (self._slots.rows - len(self._lengths))
 
     def settle(self, most: int) -> None:
+        self._make_room(most, 0)
         self._sizes = ()
         whole = self._answers(range(most), most)
         if not torch.equal(self._answers(range(most)[::-1], most).flip(0), whole):

@@ -189,11 +189,13 @@ class Lane:
                 products.give_up()
 
     def forget_old_weights(self) -> None:
-        """Prompts that other weights have read are read again."""
+        """Prompts that other weights have read are read again, and what was copied of weights is copied again."""
         parameters = [one for module in self._modules for one in module._parameters.values() if one is not None]
         stamp = stamp_of(*parameters)
         if stamp != self._stamp:
             self._read.clear()
+            if self._joined is not None:
+                self._joined.changed()
         self._stamp = stamp
 
     def _look_at(self, owners: Iterable[Adapter | None]) -> None:

@@ -102,7 +102,8 @@ class JoinedProducts:
         self._dtype = next(iter(self._groups[0])).weight.dtype
         self._most = most
         self._copies = copies
-        self._packed: dict[int, Copy] = {}
+        self._packed: list[Copy | None] = [None] * len(self._groups)
+        self._ready: dict[bool, list[Forward]] = {}
         self._bases: list[Forward] = []
         self._sets: dict[tuple[Adapter, ...], list[list[_Low]]] = {}
         self._agree: dict[Any, bool] = {}
@@ -128,10 +129,12 @@ class JoinedProducts:
 
         Args:
             owners: of each row; None for the base as it is.
-            packed: from copies, which are made where there are none of the weights as they are.
+            packed: from copies, which are made where there are none.
             text: rows are those of whole texts, all of the only owner.
         """
-        self._bases = [self._base(number, packed) for number in range(len(self._groups))]
+        if packed not in self._ready:
+            self._ready[packed] = [self._base(number, packed) for number in range(len(self._groups))]
+        self._bases = self._ready[packed]
         self._owners = list(owners)
         self._present = sorted({owner for owner in owners if owner is not None}, key=lambda owner: owner.number)
         self._lows = self._side_by_side() if self._present else [[] for _ in self._groups]
@@ -170,9 +173,14 @@ class JoinedProducts:
         """Let go of what was made of an adapter's weights."""
         self._sets = {key: lows for key, lows in self._sets.items() if adapter not in key}
 
+    def changed(self) -> None:
+        """Copy weights of the model again if they are others than those that were copied."""
+        self._ready = {}
+
     def give_up(self) -> None:
         """Free the copies."""
-        self._packed, self._bases, self._sets, self._lows = {}, [], {}, []
+        self._packed = [None] * len(self._groups)
+        self._ready, self._bases, self._sets, self._lows = {}, [], {}, []
 
     def _mask(self, low: _Low) -> Tensor:
         """[most, ranks]: the scale where a rank is of the row's adapter, else 0."""
@@ -190,7 +198,7 @@ class JoinedProducts:
         if not packed or not all(packable(layer) for layer in group):
             return _plain(group)
         weights = [cast(Tensor, layer.weight) for layer in group]
-        copied = self._packed.get(number)
+        copied = self._packed[number]
         if copied is None or copied.stamp != stamp_of(*weights):
             copied = self._packed[number] = self._copies.of(*weights)
         biases = [cast("Tensor | None", layer.bias) for layer in group]
