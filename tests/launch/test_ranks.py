@@ -74,12 +74,18 @@ def test_a_mistake_is_one_sentence_and_not_tried_again(tmp_path: Path) -> None:
         "what": "is empty",
         "remedy": "write something",
     }
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_mistake_in_the_command_starts_nothing(tmp_path: Path) -> None:
     done = run(tmp_path, "sums", "--nproc", "2", "train.steps=many")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == 'error: command line: train.steps: "many" is not a whole number\n'
+    done = run(tmp_path, "sums", "--nproc", "2", "parallel.tp=3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(
+        "error: parallel: tp 3 takes a multiple of 3 processes, and there are 2; start 3 (--nproc)"
+    )
     assert not (tmp_path / "run").exists()
 
 

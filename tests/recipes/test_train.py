@@ -354,6 +354,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, rows: Path, monkeypatch: pytes
 def test_must_resume_without_a_checkpoint_is_refused(tmp_path: Path, rows: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint to go on from"):
         train(config(tmp_path, rows, "run"), resume="must")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_damaged_record_is_refused_by_name(tmp_path: Path, rows: Path) -> None:

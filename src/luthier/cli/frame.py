@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -20,7 +21,7 @@ from luthier.errors import UserError
 from luthier.launch import Outcome, request
 
 if TYPE_CHECKING:
-    from luthier.config import RunConfig
+    from luthier.config import ParallelConfig, RunConfig
 
 Arguments = Annotated[
     list[str] | None,
@@ -110,6 +111,7 @@ def launched(
     nnodes: str | None,
     rdzv_endpoint: str | None,
     max_restarts: int | None = None,
+    parallel: ParallelConfig | None = None,
 ) -> Outcome | None:
     """Start the ranks of this command, if it is to do that, and wait for them.
 
@@ -117,6 +119,7 @@ def launched(
         context: of the command.
         logs: directory for their logs; None for one that is kept only after a failure.
         nproc: the option of that name; so for the others.
+        parallel: degrees that the ranks must multiply to.
 
     Returns:
         how they ended; None where this process is to do the work itself.
@@ -125,8 +128,10 @@ def launched(
     if asked is None:
         return None
     from luthier.launch.agent import start
+    from luthier.parallel.mesh import Layout
 
-    return start(asked, context.find_root().obj, logs)
+    fits = functools.partial(Layout.resolve, parallel) if parallel is not None else None
+    return start(asked, context.find_root().obj, logs, fits=fits)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -24,6 +24,7 @@ from luthier.cli.frame import (
     run_config,
     verb,
 )
+from luthier.errors import EXIT_USER_ERROR
 from luthier.launch import Outcome
 
 app = verb("train")
@@ -54,9 +55,13 @@ def train(
     `luthier train run.yaml adapter.rank=64`, or without a file: `luthier train --model MODEL --data rows.jsonl`.
     """
     config = run_config(arguments, model=model, data=data, output=output)
-    logs = None if dry_run else config.output / "logs"
-    ranks = launched(context, logs, nproc=nproc, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, max_restarts=max_restarts)
-    if ranks is not None:
+    logs, is_new = None if dry_run else config.output / "logs", not config.output.exists()
+    where: Any = {"nproc": nproc, "nnodes": nnodes, "rdzv_endpoint": rdzv_endpoint, "max_restarts": max_restarts}
+    if (ranks := launched(context, logs, **where, parallel=config.parallel)) is not None:
+        if is_new and ranks.code == EXIT_USER_ERROR:
+            from luthier.recipes.run_directory import RunDirectory
+
+            RunDirectory(config.output).discard()
         return ranks
     with importing():
         from luthier.recipes import sft

@@ -45,20 +45,30 @@ Say = Callable[[str], None]
 _FINAL = {EXIT_USER_ERROR, 128 + signal.SIGINT, 128 + signal.SIGTERM}
 
 
-def start(request: Request, command: Sequence[str], logs: Path | None, *, say: Say | None = None) -> Outcome:
+def start(
+    request: Request,
+    command: Sequence[str],
+    logs: Path | None,
+    *,
+    fits: Callable[[int], object] | None = None,
+    say: Say | None = None,
+) -> Outcome:
     """Start the ranks of this machine, wait for them, and start them again as often as asked after a failure.
 
     Args:
         request: how many, and with whom.
         command: what each rank runs.
         logs: directory under which each start gets one for its ranks' logs; None keeps them only after a failure.
+        fits: refuses a number of ranks that cannot be right, before any is started; asked where this machine has all.
         say: prints a failure after which the ranks are started again; on standard error when None.
 
     Raises:
-        ConfigError: the processes cannot be started as asked.
+        ConfigError: the processes cannot be started as asked, or what `fits` raises.
         KeyboardInterrupt, SystemExit: SIGINT or SIGTERM came before there were ranks.
     """
     config = _config(request)
+    if fits is not None and config.max_nodes == 1:
+        fits(config.nproc_per_node)
     with tempfile.TemporaryDirectory(prefix="luthier-launch-") as scratch, _quiet():
         started = f"{datetime.now():%Y-%m-%dT%H-%M-%S}-{os.uname().nodename}"
         place = (logs or Path(tempfile.gettempdir()) / "luthier-logs") / started

@@ -17,7 +17,7 @@ from luthier.data.loader import Loader, LoaderState, Rows, StreamRows
 from luthier.engine import randomness
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, random_states, read_record, reading
 from luthier.engine.state import TrainState
-from luthier.errors import CheckpointError, ConfigError
+from luthier.errors import CheckpointError, ConfigError, UserError
 from luthier.hf.save import remove_leftovers
 from luthier.launch import join, restarted
 from luthier.parallel.mesh import Mesh
@@ -105,10 +105,17 @@ def opened(config: RunConfig, resume: Resume) -> Iterator[Run]:
 
 @contextmanager
 def owned(directory: RunDirectory, mesh: Mesh | None) -> Iterator[None]:
-    """The run's directory and its log, which on a layout belong to the main rank alone."""
+    """The run's directory and its log, which on a layout belong to the main rank alone; if the run is refused before it
+    has begun, a directory that was not there before is gone again."""
     if mesh is None or mesh.rank == 0:
-        with directory.locked(), run_log(directory.log):
-            yield
+        is_new = not directory.path.exists()
+        try:
+            with directory.locked(), run_log(directory.log):
+                yield
+        except UserError:
+            if is_new:
+                directory.discard()
+            raise
     else:
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from filelock import FileLock, Timeout
 
 from luthier.config import RunConfig, dump_config, load_config
 from luthier.errors import ConfigError
+
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,11 @@ class RunDirectory:
         """Leave the resolved config in the directory."""
         write_text(self.config, dump_config(config))
 
+    def discard(self) -> None:
+        """Remove the directory of a run that was refused: one that holds nothing but what was said while it began."""
+        if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= {self.log.name, _LOCK, "logs"}:
+            shutil.rmtree(self.path, ignore_errors=True)
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Own the directory: one run at a time writes there.
@@ -79,7 +87,7 @@ class RunDirectory:
             raise ConfigError(
                 f"cannot be the run directory ({error.strerror or error})", where=f"output {self.path}"
             ) from None
-        lock = FileLock(self.path / ".lock")
+        lock = FileLock(self.path / _LOCK)
         try:
             lock.acquire(timeout=0)
         except Timeout:
