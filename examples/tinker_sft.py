@@ -30,7 +30,7 @@ for question, answer in QUESTIONS.items():
 STEPS = 40
 curve = []
 for step in range(STEPS):
-    output = client.forward_backward(data)
+    output = client.forward_backward(data, "cross_entropy")
     client.optim_step(AdamParams(learning_rate=2e-2 * (1 - step / STEPS), grad_clip_norm=1.0)).result()
     curve.append(output.result().metrics["loss:sum"])
 

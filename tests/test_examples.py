@@ -1,10 +1,14 @@
 """Every example runs as its first lines say."""
 
+import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,3 +36,24 @@ def test_a_loop_in_tinkers_calls_learns() -> None:
 def test_own_evaluation_finds_the_hardest_row() -> None:
     told = run("examples/own_evaluation.py")
     assert re.search(r"\d+ of \d+ tokens likelier than not; hardest row examples/rows\.jsonl:\d", told)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "first"),
+    [
+        ("grpo", ["--sums", "2", "--group", "4"], r"step +0  right 0\.00"),
+        ("dpo", ["--pairs", "2"], rf"step +0  loss {math.log(2):.3f}  preferred"),  # nothing has changed yet
+        ("distill", ["--sums", "2", "--answers", "4"], r"step +0  nats a token +-?0\.0\d  right 0\.00"),
+    ],
+)
+def test_loops_in_tinkers_calls_run(
+    name: str, sizes: list[str], first: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without weights, in this process; docs/examples.md has what they learn with them."""
+    program = ROOT / "examples" / f"tinker_{name}.py"
+    assert len(program.read_text().splitlines()) < 80
+    monkeypatch.setattr(sys, "argv", [str(program), "--model", "debug:llama", "--steps", "2", *sizes])
+    runpy.run_path(str(program), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(first, lines[0])
+    assert len(lines) == 2

@@ -148,7 +148,7 @@ class LocalTrainingClient(Calls):
 
     def sample(self, prompt: Any, num_samples: int = 1, sampling_params: Any = None, **more: Any) -> APIFuture[Any]:
         """Sample from the weights as they are now; as `SamplingClient.sample`."""
-        return self._live_client().sample(prompt, num_samples, sampling_params, **more)
+        return APIFuture(lambda: self._live_client().sample(prompt, num_samples, sampling_params, **more).result())
 
     def save_weights_and_get_sampling_client(
         self,
