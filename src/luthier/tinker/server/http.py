@@ -41,8 +41,9 @@ class State:
         self.doorkeeper = doorkeeper
 
 
-def service_of(request: Request) -> Service:
-    """The service behind a request."""
+async def service_of(request: Request) -> Service:
+    """The service behind a request. Of FastAPI's dependencies only coroutines stay on the event loop; for any other a
+    thread looks through all tasks there are, which takes longer the more clients wait."""
     state: State = request.app.state.luthier
     return state.service
 

@@ -280,7 +280,7 @@ def _named(path: str, ttl_seconds: int | None, metadata: dict[str, str] | None) 
 
 def _check_number(number: int, where: str, least: int = 0, above: int = 1 << 62) -> None:
     if not least <= number < above:
-        raise ConfigError(f"{number:.6g} is no whole number from {least} to {above - 1}", where=where)
+        raise ConfigError(f"it is no whole number from {least} to {above - 1}", where=where)
 
 
 def _check_base(service: Service, name: str) -> None:
