@@ -34,7 +34,7 @@ ROUTES = [
     for route in router.routes
     if isinstance(route, APIRoute) and route.path != "/healthz"
     for method in sorted(route.methods)
-] + [("GET", "/metrics")]
+] + [("GET", "/metrics"), ("POST", "/api/v1/retrieve_future")]
 
 
 @dataclass
