@@ -17,11 +17,13 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint .venv/constraints.txt
 HAS_CUDA := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test fuzz matrix bench lint format reference clean
+.PHONY: help demo test test-postgresql load fuzz matrix bench lint format reference clean
 
 help:
 	@echo "make demo       train a small real model on the data that comes with Luthier, and ask it before and after"
 	@echo "make test       all tests, offline"
+	@echo "make test-postgresql  the server's tests on PostgreSQL (needs Debian's package postgresql)"
+	@echo "make load       2,000 polls and 200 samples at once: lateness, memory"
 	@echo "make fuzz       20,000 requests of ill will to a server; REQUESTS=n SEED=n for others"
 	@echo "make matrix     prove every causal model type on ten layouts, and write docs/architectures.md; goes on where it was"
 	@echo "make cookbook   recipes of tinker-cookbook against luthier serve; sums by reinforcement"
@@ -36,6 +38,13 @@ demo: .venv/.demo
 
 test: .venv/.test
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-postgresql: .venv/.test
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.tinker.server.postgresql $(BIN)/python -m pytest \
+		-n 2 --dist loadfile tests/tinker/server
+
+load: .venv/.test
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/server_load.py
 
 fuzz: .venv/.test
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.tinker.server.fuzz --requests $(REQUESTS) --seed $(SEED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -22,11 +21,10 @@ from luthier.tinker.server.metrics import Metrics
 from luthier.tinker.server.process import WorkerProcess
 from luthier.tinker.server.service import Service
 from luthier.tinker.server.store import Store
+from tests.tinker.server.postgresql import database_for
 
 KEY = "tml-a-key-of-the-house"
 MODEL = "debug:llama"
-DATABASE_VARIABLE = "LUTHIER_TEST_DATABASE"
-"""URL of a PostgreSQL that tests may write to; they use SQLite without one."""
 Result = TypeVar("Result")
 
 
@@ -41,8 +39,9 @@ class House:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
-        self.store = Store(database_of(directory, os.environ.get(DATABASE_VARIABLE)))
-        arguments = {"model": MODEL, "precision": "fp32", "device": "cpu", "tokens_per_microbatch": 4096, "slots": 4}
+        self.store = Store(database_of(directory, database_for(directory)))
+        arguments = {"model": MODEL, "precision": "fp32", "device": "cpu", "parallel": None}
+        arguments |= {"tokens_per_microbatch": 4096, "slots": 4}
         self.worker = WorkerProcess(arguments, directory / "worker.log", directory / "tokenizer")
         self.files = Files(directory)
         self.service = Service(self.store, self.files, self.worker, (MODEL,), Metrics())
@@ -137,11 +136,13 @@ class House:
 def house_in(directory: Path) -> Iterator[House]:
     """A server for as long as the block."""
     house = House(directory)
-    house.run(house.open())
     try:
-        yield house
+        house.run(house.open())
+        try:
+            yield house
+        finally:
+            house.run(house.close())
     finally:
-        house.run(house.close())
         house.loop.call_soon_threadsafe(house.loop.stop)
         house.thread.join()
         house.loop.close()

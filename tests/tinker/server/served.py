@@ -13,6 +13,8 @@ from pathlib import Path
 
 import tinker
 
+from tests.tinker.server.postgresql import options_for
+
 KEY = "tml-a-key-of-the-tests"
 
 
@@ -42,7 +44,7 @@ class Served:
     def start(self) -> None:
         """Start it, on the port that it had, and return when it listens."""
         command = [sys.executable, "-m", "luthier", "serve", "--model", self.model, "--dir", str(self.directory)]
-        command += ["--port", str(self.port), *self._more]
+        command += ["--port", str(self.port), *options_for(self.directory), *self._more]
         reading, writing = os.pipe()
         env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=writing, env=env)

@@ -25,6 +25,7 @@ from luthier.cli.main import main
 from luthier.tinker.server.files import Files
 from luthier.tinker.server.http import MOST_BYTES
 from luthier.tinker.server.routes import checkpoints, futures, sampling, sessions, training
+from tests.tinker.server.postgresql import options_for
 from tests.tinker.server.served import Served, serving
 
 MODEL = "debug:llama"
@@ -73,11 +74,16 @@ def keys(directory: Path) -> dict[str, str]:
     return {name: command("add", name, directory=directory).strip() for name in ("alice", "bob", "carol")}
 
 
+def books_of(directory: Path) -> list[str]:
+    """Where the keys of a server are."""
+    return ["--dir", str(directory), *options_for(directory)]
+
+
 def command(*words: str, directory: Path) -> str:
     """What `luthier serve keys` says."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert main(["serve", "keys", *words, "--dir", str(directory)]) == 0
+        assert main(["serve", "keys", *words, *books_of(directory)]) == 0
     return out.getvalue()
 
 
@@ -174,7 +180,7 @@ def test_a_key_that_was_removed_opens_nothing(served: Served, keys: dict[str, st
         (["add", "a b"], "cannot be a key's name"),
         (["remove", "carol"], "there is no key named 'carol'"),
     ):
-        assert main(["serve", "keys", *words, "--dir", str(served.directory)]) == 2
+        assert main(["serve", "keys", *words, *books_of(served.directory)]) == 2
         assert what in capsys.readouterr().err
 
 
@@ -199,7 +205,7 @@ def test_a_port_that_is_taken_and_a_directory_in_use_are_told(
 
 def test_files_are_for_this_user_alone(served: Served, things: dict[str, str]) -> None:
     assert stat.S_IMODE(served.directory.stat().st_mode) == 0o700
-    assert {"books.sqlite", "secret", "worker.log"} <= {path.name for path in served.directory.iterdir()}
+    assert {"checkpoints", "secret", "worker.log"} <= {path.name for path in served.directory.iterdir()}
     others = [path for path in served.directory.rglob("*") if path.stat().st_mode & 0o077]
     assert others == []
 
