@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 from luthier.tinker.server import line, upkeep
+from luthier.tinker.server import store as books
+from luthier.tinker.server.records import Model, Operation
 from tests.tinker.server.house import MODEL, House, house_in
 
 HALF_AN_HOUR = 1800.0
@@ -176,6 +178,51 @@ def test_results_and_what_a_closed_session_would_go_on_from_are_forgotten(house:
         await upkeep.look_after(house.service, later)
         assert (await house.poll(kept)).status_code == 404
         assert not [one for one in house.service.operations if one.startswith(model)]
+
+    house.run(case())
+
+
+def test_a_restarted_line_waits_for_nothing_that_was_struck_out(house: House) -> None:
+    async def case() -> None:
+        model = await house.model(await house.session())
+        await house.logprobs(model, 1)
+        for request in (await house.train(model, 2), await house.step(model, 3)):
+            await house.poll(request)
+        await upkeep.look_after(house.service, time.time() + HALF_AN_HOUR)
+        read, line_of = house.store.run, books.operations.c.line
+        [record] = await read(lambda c: books.load(c, Model, books.models.c.id == model))
+        known = await read(lambda c: books.load(c, Operation, line_of == model))
+        assert [one.number for one in sorted(known, key=lambda one: one.number)] == [2, 3]
+        assert line.Line(house.service, record, known).next == 4
+
+    house.run(case())
+
+
+def test_weights_that_were_loaded_are_not_read_again(house: House) -> None:
+    async def case() -> None:
+        model = await house.model(await house.session())
+        await house.train(model, 1)
+        await house.poll(await house.step(model, 2))
+        saved = (await house.post("/save_weights", model_id=model, seq_id=3, path="a", overwrite=True))["request_id"]
+        path = (await house.poll(saved)).json()["path"]
+        loaded = await house.post("/load_weights", model_id=model, seq_id=4, path=path, optimizer=True)
+        assert "error" not in (await house.poll(loaded["request_id"])).text
+        before = await house.logprobs(model, 5)
+        await house.http.delete(f"/training_runs/{model}/checkpoints/weights/a")
+        await house.service.lines[model].unload()
+        assert await house.logprobs(model, 6) == before
+
+    house.run(case())
+
+
+def test_a_sampler_keeps_its_weights_when_another_wants_its_number(house: House) -> None:
+    async def case() -> None:
+        session = await house.session()
+        model = await house.model(session)
+        await house.sampler(session, 0, base_model=MODEL)
+        body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+        told = await house.poll((await house.post("/save_weights_for_sampler", **body))["request_id"])
+        assert "another sampler has it" in told.json()["error"]
 
     house.run(case())
 

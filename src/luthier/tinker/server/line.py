@@ -13,7 +13,6 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
-import sqlalchemy as sql
 from sqlalchemy.exc import SQLAlchemyError
 
 from luthier.errors import UserError
@@ -35,7 +34,7 @@ _MOST_DEATHS = 2
 """Workers that an operation may end before it is given up."""
 _PAUSE = 1.0
 """Seconds after which a line goes on where the books or the disk failed."""
-_CHANGES = ("create", "forward_backward", "optim_step", "load", "refused")
+_CHANGES = ("forward_backward", "optim_step", "refused")
 
 
 class Line:
@@ -51,7 +50,7 @@ class Line:
         self._service = service
         self.model = model
         self._operations = {operation.number: operation for operation in known}
-        self.next = 0 if model.snapshot < 0 else model.snapshot + 1
+        self.next = max(model.passed, model.snapshot + 1)
         while (one := self._operations.get(self.next)) is not None and one.status != "waiting":
             self.next += 1
         """Number of the operation that is at work, or that is waited for."""
@@ -83,7 +82,9 @@ class Line:
         return [operation for operation in self._operations.values() if operation.status == "waiting"]
 
     def needs(self, operation: Operation) -> bool:
-        """Whether an operation that has ended may have to be done again."""
+        """Whether an operation that has ended may have to be done again, or is still to be passed over."""
+        if operation.number >= self.next:
+            return True
         return not self.is_over and operation.number > self.model.snapshot and operation.kind in _CHANGES
 
     def drop(self, operation: Operation) -> None:
@@ -221,6 +222,8 @@ class Line:
                 if operation.deaths >= _MOST_DEATHS:
                     what = "the worker died twice while it was at this; see the server's log"
                     await service.fail(operation, what, "server")
+        if operation.category == "server":  # given up in this very moment: the worker did what the books do not know
+            self._generation = 0
 
     async def _pass_over(self, operation: Operation) -> None:
         """Let the step that a refused call belongs to be refused."""
@@ -242,10 +245,9 @@ class Line:
                 await self._call(operation.id, {"command": "forward_backward"}, await self._service.payload(operation))
             elif operation.kind == "optim_step":
                 await self._call(operation.id, {"command": "optim_step", **operation.details})
-            elif operation.status == "done" and "restore" in operation.details:
-                await self._call(operation.id, {"command": "restore", **operation.details["restore"]})
-        except Refused:  # as it was the first time
-            pass
+        except Refused:
+            if operation.status == "done":
+                raise
 
     async def _call(self, number: str, head: dict[str, Any], payload: bytes = b"") -> tuple[dict[str, Any], bytes]:
         number = f"{self.model.id}:{number}" if number == "load" else number
@@ -256,12 +258,11 @@ class Line:
         return answer, content
 
     async def _create(self, operation: Operation) -> None:
-        if "restore" in operation.details:
-            await self._call(operation.id, {"command": "restore", **operation.details["restore"]})
         told = {"model_id": self.model.id, "type": operation.details["type"]}
-        if "path" in operation.details:
-            told["path"] = operation.details["path"]
-        await self._service.finish(operation, as_json(told))
+        if "restore" not in operation.details:
+            await self._service.finish(operation, as_json(told))
+        else:
+            await self._restore(operation, {**told, "path": operation.details["path"]})
 
     async def _forward_backward(self, operation: Operation) -> None:
         payload = await self._service.payload(operation)
@@ -275,9 +276,19 @@ class Line:
         await self._service.finish(operation, content)
 
     async def _load(self, operation: Operation) -> None:
+        await self._restore(operation, {"path": operation.details["path"], "type": "load_weights"})
+
+    async def _restore(self, operation: Operation, told: dict[str, Any]) -> None:
+        """Read weights, and enter the result together with a snapshot: what they were read from may be overwritten or
+        gone when they would have to be read again."""
+        number = operation.number
         await self._call(operation.id, {"command": "restore", **operation.details["restore"]})
-        told = {"path": operation.details["path"], "type": "load_weights"}
-        await self._service.finish(operation, as_json(told))
+        seconds = await self._write_snapshot(number)
+        await self._service.finish(
+            operation, as_json(told), also=lambda c: books.enter_snapshot(c, self.model.id, number)
+        )
+        if operation.status == "done":
+            await self._go_on_from(number, seconds)
 
     async def _save(self, operation: Operation) -> None:
         checkpoint = self._checkpoint(operation, "weights")
@@ -290,21 +301,15 @@ class Line:
         if details["path"] is not None:
             await self._save_files(operation, "sampler_weights", "save_weights_for_sampler")
             return
+        if details["sampler"] in self._service.samplers.records:
+            raise Refused("sampling_session_seq_id: another sampler has it; count on")
         is_live = details["live"]
         directory = None if is_live else str(self._service.files.sampler(details["sampler"]))
         head = {"command": "save_sampler", "directory": directory, "sampler": details["sampler"], "live": is_live}
         await self._call(operation.id, head)
         model = self.model
-        sampler = Sampler(
-            details["sampler"],
-            model.owner,
-            model.session_id,
-            model.base_model,
-            None,
-            directory,
-            model.id if is_live else None,
-            time.time(),
-        )
+        name, of = details["sampler"], model.id if is_live else None
+        sampler = Sampler(name, model.owner, model.session_id, model.base_model, None, directory, of, time.time())
         told = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
         await self._service.finish(operation, as_json(told), also=lambda c: books.replace(c, sampler))
         self._service.samplers.enter(sampler, loaded=(self._generation, self.loads if is_live else 0))
@@ -356,31 +361,30 @@ class Line:
     def _is_due(self, operation: Operation) -> bool:
         if self.is_over:
             return False
-        if operation.kind == "load" or (operation.kind == "create" and "restore" in operation.details):
-            return True  # what it was read from may be gone when it would have to be read again
         worth = max(_REPLAY_SECONDS, _SNAPSHOT_SHARE * self._snapshot_seconds)
         return operation.kind == "optim_step" and self._cost >= worth
 
     async def _take_snapshot(self, number: int) -> None:
-        service, model = self._service, self.model
-        directory = service.files.snapshots(model.id) / str(number)
         try:
             async with self.lock:
                 await self.load()
-                answer, _ = await self._call("load", {"command": "save", "directory": str(directory)})
+                seconds = await self._write_snapshot(number)
         except (Refused, WorkerLost):  # the next step is another occasion
             return
-        table = books.operations
+        await self._service.store.run(lambda c: books.enter_snapshot(c, self.model.id, number))
+        await self._go_on_from(number, seconds)
 
-        def enter(connection: sql.Connection) -> None:
-            models = books.models
-            connection.execute(models.update().where(models.c.id == model.id).values(snapshot=number))
-            done = (table.c.line == model.id) & (table.c.number <= number)
-            connection.execute(table.update().where(done).values(payload=None))
+    async def _write_snapshot(self, number: int) -> float:
+        """Write one that nobody knows of yet; how many seconds it took."""
+        directory = self._service.files.snapshots(self.model.id) / str(number)
+        answer, _ = await self._call("load", {"command": "save", "directory": str(directory)})
+        return float(answer["seconds"])
 
-        await service.store.run(enter)
+    async def _go_on_from(self, number: int, seconds: float) -> None:
+        """Forget what came before a snapshot that the books know of."""
+        service, model = self._service, self.model
         older, model.snapshot = model.snapshot, number
-        self._cost, self._snapshot_seconds = 0.0, answer["seconds"]
+        self._cost, self._snapshot_seconds = 0.0, seconds
         self._operations = {one: operation for one, operation in self._operations.items() if one > number}
         if older >= 0:
             await asyncio.to_thread(service.files.remove, service.files.snapshots(model.id) / str(older))

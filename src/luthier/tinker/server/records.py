@@ -47,6 +47,8 @@ class Model:
         created, used: seconds since the epoch, of the beginning and of the last request.
         metadata: the client's own.
         snapshot: number of the last operation that the snapshot on disk holds; -1 where there is none.
+        passed: all operations below this number have ended, as far as is known without looking at them; some may have
+            been struck out.
     """
 
     id: str
@@ -59,6 +61,7 @@ class Model:
     used: float
     metadata: dict[str, Any] | None
     snapshot: int = -1
+    passed: int = 0
 
 
 @dataclass(slots=True)

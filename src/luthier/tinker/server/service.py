@@ -90,6 +90,7 @@ class Service:
             self._line(model, by_line.get(model.id, []))
         for line in self.lines.values():
             if self.sessions[line.model.session_id].ended is not None:
+                self.sessions[line.model.session_id].held = False
                 line.is_over = True
                 if line.model.snapshot >= 0:
                     self.begin(line.close())
@@ -247,9 +248,22 @@ class Service:
         operation.is_fetched = True
         return content
 
-    async def forget(self, gone: list[str]) -> None:
-        """Strike operations out."""
-        table = books.operations
+    async def forget(self, gone: list[str], passed: dict[str, int]) -> None:
+        """Strike operations out.
+
+        Args:
+            gone: ids of them.
+            passed: model -> the number below which all of its have ended; a restarted server would wait for those that
+                are struck out.
+        """
+        table, models = books.operations, books.models
+
+        def enter(connection: sql.Connection) -> None:
+            for model_id, number in passed.items():
+                connection.execute(models.update().where(models.c.id == model_id).values(passed=number))
+
+        if passed:
+            await self.store.run(enter)
         for start in range(0, len(gone), 500):
             part = gone[start : start + 500]
             await self.store.run(lambda c, part=part: c.execute(table.delete().where(table.c.id.in_(part))))  # type: ignore[misc]

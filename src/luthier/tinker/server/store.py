@@ -47,6 +47,7 @@ models = sql.Table(
     sql.Column("used", sql.Float, nullable=False),
     sql.Column("metadata", sql.JSON),
     sql.Column("snapshot", sql.BigInteger, nullable=False),
+    sql.Column("passed", sql.BigInteger, nullable=False),
 )
 samplers = sql.Table(
     "samplers",
@@ -89,9 +90,9 @@ operations = sql.Table(
     sql.Column("error", sql.String),
     sql.Column("category", sql.String),
     sql.Column("media", sql.String, nullable=False),
-    sql.Column("payload", sql.LargeBinary),
-    sql.Column("result", sql.LargeBinary),
     sql.Column("fetched", sql.Float),  # when its result was first handed out
+    sql.Column("payload", sql.LargeBinary),  # last: SQLite reads all that lies before a column
+    sql.Column("result", sql.LargeBinary),
 )
 keys = sql.Table(
     "keys",
@@ -129,7 +130,13 @@ class Store:
             elif parsed.get_backend_name() != "sqlite":
                 what = f"{parsed.get_backend_name()} is not among the databases that are tested"
                 raise ConfigError(what, where="--database", remedy="use sqlite or postgresql")
-            self._engine = sql.create_engine(parsed, pool_size=1, max_overflow=0, pool_pre_ping=True)
+            self._engine = sql.create_engine(
+                parsed,
+                pool_size=1,
+                max_overflow=0,
+                pool_pre_ping=True,
+                hide_parameters=True,  # errors are logged, and what clients sent is nobody's business
+            )
             if parsed.get_backend_name() == "sqlite":
                 sql.event.listen(self._engine, "connect", _prepare)
             metadata.create_all(self._engine)
@@ -194,6 +201,13 @@ def delete(connection: sql.Connection, record: Any) -> None:
     """Strike a record out."""
     table = _TABLES[type(record)]
     connection.execute(table.delete().where(*(column == getattr(record, column.name) for column in table.primary_key)))
+
+
+def enter_snapshot(connection: sql.Connection, model_id: str, number: int) -> None:
+    """A model can be brought back as it was after its operation of this number; what was sent up to then can go."""
+    connection.execute(models.update().where(models.c.id == model_id).values(snapshot=number))
+    done = (operations.c.line == model_id) & (operations.c.number <= number)
+    connection.execute(operations.update().where(done).values(payload=None))
 
 
 def load(connection: sql.Connection, kind: type[Result], *where: sql.ColumnElement[bool]) -> list[Result]:

@@ -112,6 +112,7 @@ async def _forget_results(service: Service, now: float) -> None:
     query = sql.select(table.c.id).where(table.c.status != "waiting", old)
     found = await service.store.run(lambda connection: connection.execute(query).scalars().all())
     gone = []
+    passed: dict[str, int] = {}
     for operation_id in found:
         operation = service.operations.get(operation_id)
         if operation is None:
@@ -121,7 +122,8 @@ async def _forget_results(service: Service, now: float) -> None:
             gone.append(operation_id)
             if line is not None:
                 line.drop(operation)
-    await service.forget(gone)
+                passed[line.model.id] = line.next
+    await service.forget(gone, passed)
 
 
 async def _forget_samplers(service: Service, now: float) -> None:
