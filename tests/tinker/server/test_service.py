@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from luthier.tinker.server import line, upkeep
+from luthier.tinker.server import line, samplers, upkeep
 from luthier.tinker.server import store as books
 from luthier.tinker.server.records import Model, Operation
 from tests.tinker.server.house import MODEL, House, house_in
@@ -208,10 +209,37 @@ def test_weights_that_were_loaded_are_not_read_again(house: House) -> None:
         loaded = await house.post("/load_weights", model_id=model, seq_id=4, path=path, optimizer=True)
         assert "error" not in (await house.poll(loaded["request_id"])).text
         before = await house.logprobs(model, 5)
+        overwritten = copy.copy(house.service.checkpoints[path])
+        await upkeep.remove_checkpoint(house.service, overwritten)  # too late: another has its name
+        assert path in house.service.checkpoints
         await house.http.delete(f"/training_runs/{model}/checkpoints/weights/a")
         await house.service.lines[model].unload()
         assert await house.logprobs(model, 6) == before
 
+    house.run(case())
+
+
+def test_samplers_of_every_step_do_not_fill_the_worker_and_come_back_to_the_bit(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case() -> None:
+        session = await house.session()
+        model = await house.model(session)
+        made, found = [], []
+        for number in range(4):
+            await house.train(model, 3 * number + 1)
+            await house.step(model, 3 * number + 2)
+            body = {"model_id": model, "seq_id": 3 * number + 3, "sampling_session_seq_id": number}
+            told = await house.poll((await house.post("/save_weights_for_sampler", **body))["request_id"])
+            made.append(told.json()["sampling_session_id"])
+            found.append(await seeded(house, made[-1], 0))
+        assert len(set(found)) == 4
+        assert len([name for name in house.service.samplers._loaded if name in made]) == 1
+        again = [await seeded(house, name, 1) for name in made]
+        assert again == found
+        assert not house.service.samplers._growing
+
+    monkeypatch.setattr(samplers, "IDLE", 1)
     house.run(case())
 
 
@@ -232,6 +260,14 @@ async def named(house: House, model: str, number: int, **more: int) -> str:
     body = {"model_id": model, "seq_id": number, "path": f"at{number}", **more}
     answer: httpx.Response = await house.poll((await house.post("/save_weights_for_sampler", **body))["request_id"])
     return str(answer.json()["path"])
+
+
+async def seeded(house: House, sampler: str, number: int) -> bytes:
+    """A text that depends on the weights alone, with its log-probabilities."""
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 14, 15]}]}
+    params = {"max_tokens": 8, "stop": [], "seed": 0}
+    body = {"sampling_session_id": sampler, "seq_id": number, "prompt": prompt, "sampling_params": params}
+    return (await house.poll((await house.post("/asample", num_samples=1, **body))["request_id"])).content
 
 
 def kill_worker() -> None:

@@ -213,26 +213,27 @@ class Bench:
                     shutil.rmtree(directory, ignore_errors=True)  # of a server that was killed before it knew
             saved.save_for_sampler(client.state, directory)
             size = _size(directory)
-        if head["sampler"] is not None and self._config.parallel is None:
-            self.pool.add(head["sampler"], client.model, live=head["live"])
-        elif head["live"]:
+        if head["live"] and self._config.parallel is not None:
             what = "weights in training lie on several ranks"
             raise ModelError(what, where="kind", remedy="use snapshot")
-        elif head["sampler"] is not None:
+        if head["live"]:
+            self.pool.add(head["sampler"], client.model)
+        elif (
+            head["sampler"] is not None
+        ):  # as it will be after a restart: a fused layer's adapters change form in files
             self._read_sampler(head["sampler"], Path(head["directory"]))
         return {"bytes": size}, b""
 
     def _load_sampler(self, head: dict[str, Any], payload: bytes) -> Answer:
         if head["model"] is not None:
-            self.pool.add(head["sampler"], self._clients[head["model"]].model, live=True)
+            self.pool.add(head["sampler"], self._clients[head["model"]].model)
         else:
             self._read_sampler(head["sampler"], Path(head["directory"]))
         return {}, b""
 
     def _read_sampler(self, name: str, directory: Path) -> None:
         if self._rank == 0:
-            model = saved.load_for_sampler(self._base, directory)
-            self.pool.add(name, model, live=True)  # nobody else has it
+            self.pool.add(name, saved.load_for_sampler(self._base, directory))
 
     def _drop_sampler(self, head: dict[str, Any], payload: bytes) -> Answer:
         if self._rank == 0:

@@ -2,8 +2,8 @@
 
 A worker may die, and the whole server too. Then the model is made again from its last snapshot, and the operations
 since are done again in the same order: they are deterministic, so the weights are the same to the bit. Only what
-changes weights is done again, and no result is told twice. A snapshot is taken after an optimizer step, when no
-gradients are about, and as often as to keep that repetition short.
+changes weights is done again, and no result is told twice. A snapshot is taken with weights that were loaded, and
+after an optimizer step as often as to keep that repetition short: no gradients are about then.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from luthier.errors import DataError, NonFiniteError, UserError
 from luthier.sampling.engine import SamplingEngine
 from luthier.sampling.request import SamplingRequest, SamplingResult
 from luthier.tinker.rows import read_prompt
-from luthier.tinker.sampler import snapshot
 from luthier.tinker.server import wire
 from luthier.tinker.types import SampledSequence, SampleResponse
 
@@ -58,16 +57,15 @@ class SamplerPool:
         """Whether a text is growing or waiting to."""
         return self._engine.busy
 
-    def add(self, name: str, model: Any, *, live: bool) -> None:
+    def add(self, name: str, model: Any) -> None:
         """Let a sampler be there, in the place of one of its name.
 
         Args:
             name: of it.
-            model: whose weights.
-            live: sample from the model itself, whatever becomes of it; otherwise from how it is now.
+            model: whose weights, as they are at each step.
         """
         self.remove(name)
-        self._engine.add(name, model if live else snapshot(model))
+        self._engine.add(name, model)
 
     def remove(self, name: str) -> None:
         """Forget a sampler; texts that grow on it end as they would."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 _MOST_DEATHS = 3
 """Workers that may end while a sample grows before it is given up; most of them did so for another's sake."""
+IDLE = 8
+"""Samplers without a text whose weights the worker keeps: a loop makes one at every step, and names few again."""
 _PAUSE = 1.0
 """Seconds after which a sample is tried anew where the books or the disk failed."""
 
@@ -32,7 +35,9 @@ class Samplers:
         self._service = service
         self.records: dict[str, Sampler] = {}
         self._loaded: dict[str, tuple[int, int]] = {}
-        """The worker's generation, and how often it had made the model that a live sampler is of."""
+        """The worker's generation, and how often it had made the model of a live sampler; the last used last."""
+        self._growing: Counter[str] = Counter()
+        """Samples under way of each."""
         self._locks: dict[str, asyncio.Lock] = {}
         """Held while a sampler is loaded or unloaded."""
 
@@ -40,6 +45,7 @@ class Samplers:
         """Let a sampler be there that the worker has got already, and the books too."""
         self.records[sampler.id] = sampler
         self._loaded[sampler.id] = loaded
+        self._free()
 
     async def create(self, sampler: Sampler) -> None:
         """Enter a new sampler in the books."""
@@ -69,7 +75,7 @@ class Samplers:
                     return
                 name = None if generation is None else sampler.id
                 head = {"command": "sample", "sampler": name, "seed": operation.details["seed"]}
-                answer, content = await service.worker.call(operation.id, head, payload, generation=generation)
+                answer, content = await self._grow(sampler, operation.id, head, payload, generation)
             except Refused as refusal:
                 await service.fail(operation, str(refusal), "user")
             except WorkerLost as lost:
@@ -79,6 +85,22 @@ class Samplers:
             else:
                 service.metrics.sampled(answer["tokens"])
                 await service.finish(operation, content, answer["media"])
+
+    async def _grow(
+        self, sampler: Sampler, number: str, head: dict[str, Any], payload: bytes, generation: int | None
+    ) -> tuple[dict[str, Any], bytes]:
+        self._growing[sampler.id] += 1
+        try:
+            return await self._service.worker.call(number, head, payload, generation=generation)
+        finally:
+            self._growing[sampler.id] -= 1
+            self._growing += Counter()  # without those that are at 0
+
+    def _free(self) -> None:
+        """Let the worker forget weights that were not sampled from for longest."""
+        idle = [name for name in self._loaded if not self._growing[name]]
+        for name in idle[:-IDLE]:
+            self._service.begin(self.unload(name))
 
     async def unload(self, sampler_id: str) -> None:
         """Free what the worker keeps of a sampler; it is brought back when it is needed."""
@@ -118,6 +140,7 @@ class Samplers:
 
     async def _load(self, sampler: Sampler, generation: int, loads: int) -> int:
         if self._loaded.get(sampler.id) == (generation, loads):
+            self._loaded[sampler.id] = self._loaded.pop(sampler.id)
             return generation
         head = {
             "command": "load_sampler",
@@ -126,5 +149,7 @@ class Samplers:
             "directory": sampler.directory,
         }
         await self._service.worker.call(f"{sampler.id}:load", head, generation=generation)
+        self._loaded.pop(sampler.id, None)
         self._loaded[sampler.id] = (generation, loads)
+        self._free()
         return generation

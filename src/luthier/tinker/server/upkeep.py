@@ -95,8 +95,9 @@ async def end(service: Service, session: Session) -> None:
 
 async def remove_checkpoint(service: Service, checkpoint: Checkpoint) -> None:
     """Delete weights with a name, and what samples from them: the entry first, then the files."""
-    if service.checkpoints.pop(checkpoint.path, None) is None:
+    if service.checkpoints.get(checkpoint.path) is not checkpoint:  # it was removed or overwritten meanwhile
         return
+    del service.checkpoints[checkpoint.path]
     for sampler in [*service.samplers.records.values()]:
         if sampler.model_path == checkpoint.path:
             await service.samplers.remove(sampler.id)
