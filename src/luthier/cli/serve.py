@@ -26,6 +26,7 @@ app.add_typer(keys, name="keys")
 
 DEFAULT_DIRECTORY = Path("tinker-server")
 DATABASE_VARIABLE = "LUTHIER_DATABASE_URL"
+_PRECISIONS = ("fp32", "bf16", "fp64")
 DirectoryOption = Annotated[
     Path, typer.Option("--dir", metavar="DIR", help="Its books and weights; the same one goes on where it was.")
 ]
@@ -56,7 +57,7 @@ def serve(
     name: Annotated[
         list[str] | None, typer.Option("--name", metavar="NAME", help="What else clients may call the model.")
     ] = None,
-    precision: Annotated[str | None, typer.Option("--precision", help="fp32 or bf16.")] = None,
+    precision: Annotated[str | None, typer.Option("--precision", help="fp32, bf16 or fp64.")] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.")] = None,
     tokens: Annotated[
         int, typer.Option("--tokens-per-microbatch", min=1, help="How many positions run at once.")
@@ -78,9 +79,8 @@ def serve(
         return None
     if model is None:
         raise ConfigError("no model is named", where="--model", remedy="give a Hub id, a directory or debug:llama")
-    for option, value, known in (("--precision", precision, ("fp32", "bf16", "fp64")), ("--device", device, None)):
-        if known is not None and value not in (None, *known):
-            raise ConfigError(f"{value!r} is unknown", where=option, remedy=f"use {', '.join(known)}")
+    if precision not in (None, *_PRECISIONS):
+        raise ConfigError(f"{precision!r} is unknown", where="--precision", remedy=f"use {', '.join(_PRECISIONS)}")
     with importing(), _extra():
         from luthier.tinker.server.app import ServerConfig
         from luthier.tinker.server.app import serve as run

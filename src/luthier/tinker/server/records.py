@@ -130,7 +130,7 @@ class Operation:
         line: model or sampler, whose operations are done in order of their numbers (those of a sampler in any).
         number: its place in the line; the beginning of a model is 0.
         kind: "create", "forward_backward", "forward", "optim_step", "save", "load", "save_sampler", "save_external",
-            "sample".
+            "sample"; "refused": a number whose request never came or could not be read.
         details: what is asked, but for the payload.
         digest: of all that was sent, to tell a repetition from another request under the same number.
         created: seconds since the epoch.
