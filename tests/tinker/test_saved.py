@@ -126,3 +126,14 @@ def test_weights_for_sampling_of_a_model_that_trains_whole_are_the_whole_model(t
     assert torch.equal(
         whole(input_ids=ids, use_cache=False).logits, client.model(input_ids=ids, use_cache=False).logits
     )
+
+
+def test_a_state_survives_a_death_between_taking_it_away_and_putting_the_new_one_there(tmp_path: Path) -> None:
+    client = fresh(directory=tmp_path)
+    train(client, range(1))
+    path = Path(client.save_state("kept").result().path)
+    expected = weights(client)
+    path.rename(path.with_name(f".{path.name}.doomed"))  # as far as the process came
+    train(client, range(1, 2))
+    client.load_state(path).result()
+    assert same(weights(client), expected)

@@ -46,7 +46,8 @@ def save(
         CheckpointError: it is there already, or cannot be written.
     """
     group = _group(state)
-    aside, doomed = (target.with_name(f".{target.name}.{end}") for end in ("aside", "doomed"))
+    aside, doomed = target.with_name(f".{target.name}.aside"), _doomed(target)
+    _bring_back(target, group)
     record = {"client": identity(state), "user_metadata": dict(user_metadata or {})}
     with together(group):
         if target.exists() and not overwrite:
@@ -76,6 +77,7 @@ def load(state: TrainState, source: Path, *, optimizer: bool) -> None:
     Raises:
         CheckpointError: there is none, it is damaged, or it was taken of something else.
     """
+    _bring_back(source, _group(state))
     record = read_record(source)
     with reading(source):
         check_unchanged(record["client"], identity(state), source)
@@ -143,6 +145,18 @@ def load_for_sampler(base: Any, source: Path) -> Any:
     load_peft(model, source)
     find_siblings(model)
     return model.requires_grad_(False).eval()
+
+
+def _doomed(target: Path) -> Path:
+    """Where what is being replaced lies until the new one is in its place."""
+    return target.with_name(f".{target.name}.doomed")
+
+
+def _bring_back(target: Path, group: Group | None) -> None:
+    """Put a state back that was taken away by a process that ended before it could put the new one there."""
+    with together(group):
+        if rank_in(group) == 0 and not target.exists() and _doomed(target).exists():
+            _doomed(target).rename(target)
 
 
 def identity(state: TrainState) -> dict[str, Any]:

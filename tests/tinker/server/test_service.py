@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -251,6 +252,41 @@ def test_a_sampler_keeps_its_weights_when_another_wants_its_number(house: House)
         body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
         told = await house.poll((await house.post("/save_weights_for_sampler", **body))["request_id"])
         assert "another sampler has it" in told.json()["error"]
+
+    house.run(case())
+
+
+def test_a_model_that_was_never_made_takes_no_calls(house: House) -> None:
+    async def case() -> None:
+        session = await house.session()
+        model = await house.model(session)
+        saved = await house.post("/save_weights", model_id=model, path="damaged", seq_id=1)
+        path = (await house.poll(saved["request_id"])).json()["path"]
+        shutil.rmtree(house.files.checkpoint(model, "weights", "damaged"))
+        given = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": False}
+        made = (await house.post("/load_weights", **given))["request_id"]
+        told = [await house.poll(made), await house.poll(await house.train(f"{session}:train:1", 1))]
+        assert all(one.json()["category"] == "user" for one in told)
+        assert "never made" in told[1].text
+
+    house.run(case())
+
+
+def test_samplers_that_nobody_uses_go_though_their_client_stays(house: House) -> None:
+    async def case() -> None:
+        session = await house.session()
+        model = await house.model(session)
+        posted = []
+        for number in (0, 1):
+            body = {"model_id": model, "sampling_session_seq_id": number, "seq_id": number + 1, "kind": "snapshot"}
+            posted.append((await house.post("/save_weights_for_sampler", **body))["request_id"])
+        unused, used = [(await house.poll(one)).json()["sampling_session_id"] for one in posted]
+        tomorrow = time.time() + 25 * 3600
+        house.service.samplers.used[used] = tomorrow - 60
+        await upkeep.look_after(house.service, tomorrow)
+        assert unused not in house.service.samplers.records
+        assert not house.files.sampler(unused).exists()
+        assert used in house.service.samplers.records
 
     house.run(case())
 

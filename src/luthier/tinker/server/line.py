@@ -210,6 +210,9 @@ class Line:
 
     async def _do(self, operation: Operation) -> None:
         service = self._service
+        born = self._operations.get(0)
+        if operation.number and born is not None and born.status == "failed":
+            await service.fail(operation, f"its model was never made: {born.error}", "user")
         while operation.status == "waiting":
             try:
                 async with self.lock:
@@ -345,7 +348,8 @@ class Line:
             False,
             details.get("user_metadata"),
         )
-        if checkpoint.path in self._service.checkpoints and not details.get("overwrite"):
+        earlier = self._service.checkpoints.get(checkpoint.path)
+        if earlier is not None and not earlier.is_over(now) and not details.get("overwrite"):
             remedy = "choose another name" + (", or overwrite=True" if kind == "weights" else "")
             raise Refused(f"{checkpoint.path}: it is there already; {remedy}")
         return checkpoint

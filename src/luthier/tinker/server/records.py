@@ -119,6 +119,10 @@ class Checkpoint:
     def path(self) -> str:
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
 
+    def is_over(self, now: float) -> bool:
+        """Whether it has expired, at a time in seconds since the epoch."""
+        return self.expires is not None and self.expires < now
+
 
 @dataclass(slots=True)
 class Operation:

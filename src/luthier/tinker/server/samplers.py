@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ class Samplers:
         self.records: dict[str, Sampler] = {}
         self._loaded: dict[str, tuple[int, int]] = {}
         """The worker's generation, and how often it had made the model of a live sampler; the last used last."""
+        self.used: dict[str, float] = {}
+        """When a sample of each ended last, seconds since the epoch; of this server's time alone."""
         self._growing: Counter[str] = Counter()
         """Samples under way of each."""
         self._locks: dict[str, asyncio.Lock] = {}
@@ -93,12 +96,17 @@ class Samplers:
         try:
             return await self._service.worker.call(number, head, payload, generation=generation)
         finally:
+            self.used[sampler.id] = time.time()
             self._growing[sampler.id] -= 1
             self._growing += Counter()  # without those that are at 0
 
+    def is_idle(self, sampler_id: str) -> bool:
+        """Whether no text grows on it."""
+        return not self._growing[sampler_id]
+
     def _free(self) -> None:
         """Let the worker forget weights that were not sampled from for longest."""
-        idle = [name for name in self._loaded if not self._growing[name]]
+        idle = [name for name in self._loaded if self.is_idle(name)]
         for name in idle[:-IDLE]:
             self._service.begin(self.unload(name))
 
@@ -115,6 +123,7 @@ class Samplers:
             return
         await self.unload(sampler_id)
         self._locks.pop(sampler_id, None)
+        self.used.pop(sampler_id, None)
         await self._service.store.run(lambda connection: books.delete(connection, sampler))
         if sampler.directory is not None and sampler.model_path is None:
             await asyncio.to_thread(self._service.files.remove, Path(sampler.directory))

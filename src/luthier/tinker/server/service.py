@@ -138,7 +138,7 @@ class Service:
         found = self.checkpoints.get(path)
         if found is None or not (found.public or found.owner == owner):
             raise Unknown
-        if found.expires is not None and found.expires < time.time():
+        if found.is_over(time.time()):
             raise Unknown
         return found
 

@@ -45,7 +45,7 @@ async def look_after(service: Service, now: float) -> None:
             await let_go(service, session, "its client has not been heard of")
     service.metrics.sessions(sum(session.held and session.ended is None for session in service.sessions.values()))
     for checkpoint in [*service.checkpoints.values()]:
-        if checkpoint.expires is not None and checkpoint.expires < now:
+        if checkpoint.is_over(now):
             await remove_checkpoint(service, checkpoint)
     await _forget_results(service, now)
     await _forget_samplers(service, now)
@@ -128,8 +128,8 @@ async def _forget_results(service: Service, now: float) -> None:
 
 
 async def _forget_samplers(service: Service, now: float) -> None:
-    """Weights without a name go when their client is gone for good."""
+    """Weights without a name go when nobody has sampled from them for a day: a loop makes new ones at every step."""
     for sampler in [*service.samplers.records.values()]:
-        session = service.sessions.get(sampler.session_id)
-        if sampler.created < now - _LONGEST_SECONDS and (session is None or not session.held):
+        used = service.samplers.used.get(sampler.id, sampler.created)
+        if used < now - _LONGEST_SECONDS and service.samplers.is_idle(sampler.id):
             await service.samplers.remove(sampler.id)

@@ -86,8 +86,9 @@ async def weights_info(
 @router.delete("/training_runs/{model_id}/checkpoints/{kind}/{name}", status_code=204)
 async def delete_checkpoint(service: TheService, owner: Owner, model_id: str, kind: str, name: str) -> Response:
     """Delete weights."""
-    checkpoint = _own(service, owner, model_id, kind, name)
-    await upkeep.remove_checkpoint(service, checkpoint)
+    _own(service, owner, model_id, kind, name)
+    async with service.lines[model_id].lock:  # after a save of its name that is under way
+        await upkeep.remove_checkpoint(service, _own(service, owner, model_id, kind, name))
     return Response(status_code=204)
 
 
@@ -189,7 +190,7 @@ def _of(service: Service, model_id: str) -> Iterable[Checkpoint]:
 
 
 def _is_there(checkpoint: Checkpoint) -> bool:
-    return checkpoint.expires is None or checkpoint.expires >= time.time()
+    return not checkpoint.is_over(time.time())
 
 
 def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:
