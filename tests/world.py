@@ -119,6 +119,8 @@ def _serve(store: str, rank: int, size: int, into: BinaryIO, out: BinaryIO) -> N
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     while (data := _receive(into)) is not None:
         module, name, args, kwargs = pickle.loads(data)
+        if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+            dynamo.reset()  # it compiles so many forms of a function and no more: those of other cases do not count
         try:
             case: Any = importlib.import_module(module)
             for part in name.split("."):
