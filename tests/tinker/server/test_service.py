@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import os
 import shutil
 import signal
@@ -120,6 +121,27 @@ def test_a_number_that_never_comes_is_passed_over_and_its_step_is_not_taken(
         assert "request 3 never came" in told["error"]
         assert (await house.http.post("/retrieve_future", json={"request_id": f"{model}:3"})).json()["error"]
         assert await house.logprobs(model, 5) == before
+
+    house.run(case())
+
+
+def test_a_body_that_cannot_be_read_uses_up_its_number(house: House) -> None:
+    async def case() -> None:
+        model = await house.model(await house.session())
+        adam = {"type": "adam", "learning_rate": float("nan")}
+        for number, (path, body) in enumerate(
+            [
+                ("optim_step", {"adam_params": adam}),
+                ("save_weights", {"path": 7}),
+                ("load_weights", {"path": [1]}),
+                ("save_weights_for_sampler", {"kind": "none"}),
+                ("save_weights_external", {}),
+            ],
+            1,
+        ):
+            sent = json.dumps({"model_id": model, "seq_id": number, **body})
+            assert (await house.http.post(f"/{path}", content=sent)).status_code == 422
+        assert await house.logprobs(model, 6)
 
     house.run(case())
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
+import pydantic
 from fastapi import APIRouter, Depends, HTTPException, Response
 from google.protobuf.message import Message
 from tinker import types
 
 from luthier.errors import ConfigError, DataError, UserError
 from luthier.tinker.server.files import check_name, parse_path
-from luthier.tinker.server.http import Owner, TheService, answer, body_of, digest, taking
+from luthier.tinker.server.http import Owner, TheService, answer, body_of, digest, parse, taking
 from luthier.tinker.server.records import Model, Operation
 from luthier.tinker.server.routes.sessions import living
 from luthier.tinker.server.service import Service
@@ -27,6 +31,7 @@ MOST_AHEAD = 10_000
 """Numbers that a request may be ahead of the one that is waited for."""
 MOST_SECONDS = 100 * 366 * 24 * 3600
 """That weights may be kept for, unless it is for ever."""
+Body = Annotated[bytes, Depends(body_of)]
 router = APIRouter()
 
 
@@ -50,32 +55,24 @@ async def create_model(
     model = _new_model(owner, given.session_id, given.model_seq_id, given.base_model, lora, seed)
     model.metadata = given.user_metadata
     details = {"type": "create_model"}
-    return await _submit(service, model, 0, "create", details, given.model_dump_json().encode(), new=model)
+    return await _submit(service, model, 0, "create", details, _canonical(given), new=model)
 
 
 @router.post("/load_weights")
-async def load_weights(
-    service: TheService, owner: Owner, given: Annotated[types.LoadWeightsRequest, taking(types.LoadWeightsRequest)]
-) -> Response:
+async def load_weights(service: TheService, owner: Owner, body: Body) -> Response:
     """Weights into a model that is there, or a new model with them."""
-    if given.weights_access_token is not None:
-        what = "weights of others are read where they were published, and there are no tokens"
-        raise ConfigError(what, where="weights_access_token", remedy="leave it out")
-    sent = given.model_dump_json().encode()
-    if given.session_id is not None and given.model_seq_id is not None:
-        living(service, given.session_id, owner)
-        repeated = service.operations.get(f"{given.session_id}:train:{given.model_seq_id}:0")
-        if repeated is None or repeated.owner != owner:
-            return await _create_from(service, owner, given, sent)
-        model = service.model(repeated.line, owner)
-        return await _submit(service, model, 0, "create", {}, sent)
-    if given.model_id is None or given.seq_id is None:
-        raise ConfigError("neither model_id and seq_id nor session_id and model_seq_id are there", where="body")
-    model = _living_model(service, given.model_id, owner)
-    async with _Numbered(service, model, given.seq_id):
+    if _fields(body).get("model_id") is None:
+        given = parse(types.LoadWeightsRequest, body)
+        _check_access(given)
+        if given.session_id is None or given.model_seq_id is None:
+            raise ConfigError("neither model_id and seq_id nor session_id and model_seq_id are there", where="body")
+        return await _create_from(service, owner, given, given.session_id, given.model_seq_id)
+    async with _numbered(service, owner, *_place(body)) as (model, number):
+        given = parse(types.LoadWeightsRequest, body)
+        _check_access(given)
         directory = _weights(service, owner, given.path)
         details = {"path": given.path, "restore": {"directory": directory, "optimizer": given.optimizer}}
-        return await _submit(service, model, given.seq_id, "load", details, sent)
+        return await _submit(service, model, number, "load", details, _canonical(given))
 
 
 @router.post("/get_info")
@@ -103,54 +100,45 @@ async def get_info(
 
 
 @router.post("/forward_backward")
-async def forward_backward(service: TheService, owner: Owner, body: Annotated[bytes, Depends(body_of)]) -> Response:
+async def forward_backward(service: TheService, owner: Owner, body: Body) -> Response:
     """The gradient of a loss, or of `forward` the log-probabilities alone. Tensors are read by the worker."""
     try:
         request = parse_forward_backward(body)
     except DataError as error:
         raise HTTPException(422, str(error)) from None
-    model = _living_model(service, request.model_id, owner)
     kind = "forward" if request.forward_only else "forward_backward"
-    async with _Numbered(service, model, request.seq_id, breaks=not request.forward_only):
-        return await _submit(service, model, request.seq_id, kind, {}, body, same=_canonical(request))
+    breaks = not request.forward_only
+    async with _numbered(service, owner, request.model_id, request.seq_id, breaks=breaks) as (model, number):
+        return await _submit(service, model, number, kind, {}, _canonical(request), body)
 
 
 @router.post("/optim_step")
-async def optim_step(
-    service: TheService, owner: Owner, given: Annotated[types.OptimStepRequest, taking(types.OptimStepRequest)]
-) -> Response:
+async def optim_step(service: TheService, owner: Owner, body: Body) -> Response:
     """One step of the optimizer."""
-    model = _living_model(service, given.model_id, owner)
-    async with _Numbered(service, model, given.seq_id) as number:
-        params = given.optim_params
-        if not isinstance(params, types.AdamParams):
-            _check_optimizer(params.type)
-        adam = AdamParams.read(params)
+    async with _numbered(service, owner, *_place(body)) as (model, number):
+        given = parse(types.OptimStepRequest, body)
+        if not isinstance(given.optim_params, types.AdamParams):
+            _check_optimizer(given.optim_params.type)
+        adam = AdamParams.read(given.optim_params)
         details = {"adam": {name: getattr(adam, name) for name in AdamParams.__dataclass_fields__}}
-        return await _submit(service, model, number, "optim_step", details, given.model_dump_json().encode())
+        return await _submit(service, model, number, "optim_step", details, _canonical(given))
 
 
 @router.post("/save_weights")
-async def save_weights(
-    service: TheService, owner: Owner, given: Annotated[types.SaveWeightsRequest, taking(types.SaveWeightsRequest)]
-) -> Response:
+async def save_weights(service: TheService, owner: Owner, body: Body) -> Response:
     """A checkpoint to train on from."""
-    model = _living_model(service, given.model_id, owner)
-    async with _Numbered(service, model, given.seq_id) as number:
+    async with _numbered(service, owner, *_place(body)) as (model, number):
+        given = parse(types.SaveWeightsRequest, body)
         details = _named(given.path or f"step{number:06}", given.ttl_seconds, given.user_metadata)
         details["overwrite"] = given.overwrite
-        return await _submit(service, model, number, "save", details, given.model_dump_json().encode())
+        return await _submit(service, model, number, "save", details, _canonical(given))
 
 
 @router.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(
-    service: TheService,
-    owner: Owner,
-    given: Annotated[types.SaveWeightsForSamplerRequest, taking(types.SaveWeightsForSamplerRequest)],
-) -> Response:
+async def save_weights_for_sampler(service: TheService, owner: Owner, body: Body) -> Response:
     """Weights to sample from, with a name or as a sampling session."""
-    model = _living_model(service, given.model_id, owner)
-    async with _Numbered(service, model, given.seq_id) as number:
+    async with _numbered(service, owner, *_place(body)) as (model, number):
+        given = parse(types.SaveWeightsForSamplerRequest, body)
         is_live = given.kind == "inflight"
         if given.path is not None:
             if is_live:
@@ -162,46 +150,75 @@ async def save_weights_for_sampler(
             _check_number(given.sampling_session_seq_id, "sampling_session_seq_id")
             sampler = f"{model.session_id}:sample:{given.sampling_session_seq_id}"
             details = {"path": None, "sampler": sampler, "live": is_live}
-        return await _submit(service, model, number, "save_sampler", details, given.model_dump_json().encode())
+        return await _submit(service, model, number, "save_sampler", details, _canonical(given))
 
 
 @router.post("/save_weights_external")
-async def save_weights_external(
-    service: TheService,
-    owner: Owner,
-    given: Annotated[types.SaveWeightsExternalRequest, taking(types.SaveWeightsExternalRequest)],
-) -> Response:
+async def save_weights_external(service: TheService, owner: Owner, body: Body) -> Response:
     """Weights to fetch, as PEFT's files or those of a whole model."""
-    model = _living_model(service, given.model_id, owner)
-    async with _Numbered(service, model, given.seq_id) as number:
+    async with _numbered(service, owner, *_place(body)) as (model, number):
+        given = parse(types.SaveWeightsExternalRequest, body)
         if given.age_encryption_recipients:
             what = "files are not encrypted here"
             raise ConfigError(what, where="age_encryption_recipients", remedy="leave it out, and use TLS")
         details = _named(given.path, given.ttl_seconds, None)
-        return await _submit(service, model, number, "save_external", details, given.model_dump_json().encode())
+        return await _submit(service, model, number, "save_external", details, _canonical(given))
 
 
-class _Numbered:
-    """Checks of a request that has a number; where they fail, the number is one of a request that failed, so that
-    nobody waits for it."""
+def _fields(body: bytes) -> dict[str, Any]:
+    """The JSON object that a body is.
 
-    def __init__(self, service: Service, model: Model, number: int | None, *, breaks: bool = False) -> None:
-        self._service = service
-        self._model = model
-        self._number = number
-        self._breaks = breaks
+    Raises:
+        HTTPException: 422, it is none.
+    """
+    try:
+        sent = json.loads(body)
+    except (ValueError, RecursionError):
+        sent = None
+    if not isinstance(sent, dict):
+        raise HTTPException(422, "body: it is no JSON object")
+    return sent
 
-    async def __aenter__(self) -> int:
-        if self._number is None or not 1 <= self._number < 1 << 62:
-            raise HTTPException(422, "seq_id: it is no whole number of 1 or more")
-        if self._number > self._service.lines[self._model.id].next + MOST_AHEAD:
-            raise HTTPException(422, f"seq_id: {self._number} is too far ahead; count up from 1")
-        return self._number
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, UserError) and self._number is not None:
-            line = self._service.lines[self._model.id]
-            await line.refuse(self._number, str(error), breaks=self._breaks)
+def _place(body: bytes) -> tuple[str, int]:
+    """Model and number of a request, whatever else is wrong with it.
+
+    Raises:
+        HTTPException: 422, it has none.
+    """
+    sent = _fields(body)
+    model_id, number = sent.get("model_id"), sent.get("seq_id")
+    if not isinstance(model_id, str):
+        raise HTTPException(422, "model_id: it is no text")
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise HTTPException(422, "seq_id: it is no whole number of 1 or more")
+    return model_id, number
+
+
+@asynccontextmanager
+async def _numbered(
+    service: Service, owner: str, model_id: str, number: int, *, breaks: bool = False
+) -> AsyncIterator[tuple[Model, int]]:
+    """Reading and checks of a request that has a number. Where they fail, the number is one of a request that failed,
+    so that nobody waits for it.
+
+    Args:
+        breaks: whether the step that it belongs to is not to be taken then.
+    """
+    model = _living_model(service, model_id, owner)
+    line = service.lines[model.id]
+    if not 1 <= number < 1 << 62:
+        raise HTTPException(422, "seq_id: it is no whole number of 1 or more")
+    if number > line.next + MOST_AHEAD:
+        raise HTTPException(422, f"seq_id: {number} is too far ahead; count up from 1")
+    try:
+        yield model, number
+    except UserError as error:
+        await line.refuse(number, str(error), breaks=breaks)
+        raise
+    except HTTPException as error:
+        await line.refuse(number, str(error.detail), breaks=breaks)
+        raise
 
 
 async def _submit(
@@ -210,46 +227,57 @@ async def _submit(
     number: int,
     kind: str,
     details: dict[str, Any],
-    sent: bytes,
+    told: bytes,
+    payload: bytes = b"",
     *,
-    same: bytes | None = None,
     new: Model | None = None,
 ) -> Response:
     """Enter an operation.
 
     Args:
-        sent: the body, which is the payload of those that have tensors.
-        same: what tells a repetition, where it is not the body.
+        told: all that was sent, the same bytes for the same request.
+        payload: what the worker is to read.
         new: the model that it makes.
     """
-    operation_id = f"{model.id}:{number}"
-    told = digest(kind.encode() if new is None else b"create", sent if same is None else same)
     now = time.time()
-    operation = Operation(operation_id, model.owner, model.session_id, model.id, number, kind, details, told, now)
-    payload = sent if kind in ("forward", "forward_backward") else b""
+    operation = Operation(
+        f"{model.id}:{number}",
+        model.owner,
+        model.session_id,
+        model.id,
+        number,
+        kind,
+        details,
+        digest(kind.encode(), told),
+        now,
+    )
     model.used = now
     found = await service.submit(operation, payload, new)
     return answer({"request_id": found.id, "model_id": model.id})
 
 
-async def _create_from(service: Service, owner: str, given: types.LoadWeightsRequest, sent: bytes) -> Response:
+async def _create_from(
+    service: Service, owner: str, given: types.LoadWeightsRequest, session_id: str, number: int
+) -> Response:
     """A new model with the weights, and so the adapters, of a checkpoint."""
-    assert given.session_id is not None
-    assert given.model_seq_id is not None
+    living(service, session_id, owner)
+    repeated = service.operations.get(f"{session_id}:train:{number}:0")
+    if repeated is not None and repeated.owner == owner:  # the checkpoint may be gone by now
+        return await _submit(service, service.model(repeated.line, owner), 0, "create", {}, _canonical(given))
     directory = _weights(service, owner, given.path)
     source = service.models[parse_path(given.path)[0]]
     if given.base_model is not None:
         _check_base(service, given.base_model)
     if given.optimizer_config is not None:
         _check_optimizer(given.optimizer_config.type)
-    model = _new_model(owner, given.session_id, given.model_seq_id, source.base_model, source.lora, source.seed)
+    model = _new_model(owner, session_id, number, source.base_model, source.lora, source.seed)
     model.metadata = given.user_metadata
     details = {
         "type": "load_weights",
         "path": given.path,
         "restore": {"directory": directory, "optimizer": given.optimizer},
     }
-    return await _submit(service, model, 0, "create", details, sent, new=model)
+    return await _submit(service, model, 0, "create", details, _canonical(given), new=model)
 
 
 def _new_model(
@@ -294,6 +322,14 @@ def _check_optimizer(kind: str) -> None:
         raise ConfigError(f"{kind!r} is not here", where="optimizer_config", remedy="use adamw")
 
 
-def _canonical(request: Message) -> bytes:
+def _check_access(given: types.LoadWeightsRequest) -> None:
+    if given.weights_access_token is not None:
+        what = "weights of others are read where they were published, and there are no tokens"
+        raise ConfigError(what, where="weights_access_token", remedy="leave it out")
+
+
+def _canonical(request: Message | pydantic.BaseModel) -> bytes:
     """The same bytes for the same request, whatever order its maps came in."""
+    if isinstance(request, pydantic.BaseModel):
+        return request.model_dump_json().encode()
     return request.SerializeToString(deterministic=True)
