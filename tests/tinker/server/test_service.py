@@ -10,13 +10,16 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
+from luthier.errors import ConfigError
 from luthier.tinker.server import line, samplers, upkeep
 from luthier.tinker.server import store as books
+from luthier.tinker.server.files import Files
 from luthier.tinker.server.records import Model, Operation
 from tests.tinker.server.house import MODEL, House, house_in
 
@@ -311,6 +314,15 @@ def test_samplers_that_nobody_uses_go_though_their_client_stays(house: House) ->
         assert used in house.service.samplers.records
 
     house.run(case())
+
+
+def test_a_directory_belongs_to_its_base(tmp_path: Path) -> None:
+    made = {"arch": "LlamaForCausalLM", "dtype": "float32", "weights": "12ab"}
+    Files(tmp_path).bind(made)
+    Files(tmp_path).bind(made | {"weights": None})  # on a layout nobody has them whole
+    for key, other in (("arch", "GPT2LMHeadModel"), ("dtype", "bfloat16"), ("weights", "34cd")):
+        with pytest.raises(ConfigError, match=f"the {key} of its models' base is {made[key]}, not {other}"):
+            Files(tmp_path).bind(made | {key: other})
 
 
 async def named(house: House, model: str, number: int, **more: int) -> str:

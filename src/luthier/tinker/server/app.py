@@ -153,6 +153,7 @@ async def _work(
     service = Service(store, files, worker, (config.model, *config.names), Metrics())
     try:
         tasks.append(await worker.start())
+        files.bind({key: worker.facts[key] for key in ("arch", "dtype", "weights")})
         await service.open()
         tasks.append(asyncio.create_task(keep_up(service)))
         await _listen(build_app(service, doorkeeper), listening, announce)

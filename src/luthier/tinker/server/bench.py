@@ -18,6 +18,7 @@ import torch.distributed as dist
 from luthier.adapters import beside
 from luthier.engine.adopt import adopt
 from luthier.engine.build import Precision, choose_precision
+from luthier.engine.identity import model_digest
 from luthier.engine.state import TrainState
 from luthier.errors import ModelError, UserError
 from luthier.hf.load import DTYPES, load_model
@@ -118,6 +119,7 @@ class Bench:
             "arch": next(iter(config.architectures or []), config.model_type),
             "context": getattr(text, "max_position_embeddings", None),
             "vocabulary": text.vocab_size,
+            "weights": model_digest(self._base) if self._config.parallel is None else None,  # none is whole there
             "dtype": str(self._dtype).removeprefix("torch."),
             "device": str(self._device),
             "tokenizer_id": self._tokenizer_id(),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
 import re
 import secrets
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -71,6 +73,26 @@ class Files:
         """Where the weights of a sampler without a name lie."""
         return self.root / "samplers" / _safe(sampler_id)
 
+    def bind(self, base: Mapping[str, str | None]) -> None:
+        """Let the directory be one of models over a base: done again over another, operations would give other weights.
+
+        Args:
+            base: what tells the base from others; None for what is not known.
+
+        Raises:
+            ConfigError: it has models over another.
+        """
+        path = self.root / "base.json"
+        if not path.exists():
+            _write(path, json.dumps(base).encode())
+            return
+        before = json.loads(path.read_bytes())
+        odd = [key for key, value in base.items() if None not in (value, before.get(key)) and value != before[key]]
+        if odd:
+            what = ", ".join(f"the {key} of its models' base is {before[key]}, not {base[key]}" for key in odd)
+            remedy = "start it as it was started first, or give another --dir"
+            raise ConfigError(what, where=str(self.root), remedy=remedy)
+
     def remove(self, directory: Path) -> None:
         """Take a directory away, first by name, so that nobody sees half of it."""
         doomed = self.root / "doomed" / secrets.token_hex(8)
@@ -111,13 +133,18 @@ class Files:
     def _own_secret(self) -> bytes:
         path = self.root / "secret"
         if not path.exists():
-            aside = self.root / f"secret.{secrets.token_hex(4)}"
-            with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(32))
-                file.flush()
-                os.fsync(file.fileno())
-            aside.rename(path)
+            _write(path, secrets.token_bytes(32))
         return path.read_bytes()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file for this user alone, aside first, so that nobody sees half of it."""
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
 
 
 def _safe(identity: str) -> str:

@@ -51,9 +51,9 @@ class Line:
         self.model = model
         self._operations = {operation.number: operation for operation in known}
         self.next = max(model.passed, model.snapshot + 1)
+        """Number of the operation that is at work, or that is waited for."""
         while (one := self._operations.get(self.next)) is not None and one.status != "waiting":
             self.next += 1
-        """Number of the operation that is at work, or that is waited for."""
         self._changed = asyncio.Event()
         self._current: Operation | None = None
         self._gap: float | None = None
@@ -335,19 +335,10 @@ class Line:
         Raises:
             Refused: there is one of its name.
         """
-        details, now = operation.details, time.time()
-        ttl = details.get("ttl_seconds")
-        checkpoint = Checkpoint(
-            self.model.id,
-            kind,
-            details["path"],
-            self.model.owner,
-            now,
-            0,
-            None if ttl is None else now + ttl,
-            False,
-            details.get("user_metadata"),
-        )
+        details, model, now = operation.details, self.model, time.time()
+        expires = None if details["ttl_seconds"] is None else now + details["ttl_seconds"]
+        notes = details["user_metadata"]
+        checkpoint = Checkpoint(model.id, kind, details["path"], model.owner, now, 0, expires, False, notes)
         earlier = self._service.checkpoints.get(checkpoint.path)
         if earlier is not None and not earlier.is_over(now) and not details.get("overwrite"):
             remedy = "choose another name" + (", or overwrite=True" if kind == "weights" else "")

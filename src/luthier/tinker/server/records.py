@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+import types
+import typing
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 Status = Literal["waiting", "done", "failed"]
 Category = Literal["user", "server"]
+_OF_NOW = {"of_now": True}
+"""Marks fields that mean nothing to a server that is started again."""
+
+
+def kept_fields(record: type) -> tuple[tuple[str, type, bool], ...]:
+    """What the store keeps of a record: name, type (text for a literal) and whether it may be None, for each field."""
+    hints = typing.get_type_hints(record)
+    found = []
+    for one in fields(record):
+        if not one.metadata.get("of_now"):
+            hint = hints[one.name]
+            optional = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+            kind = next(part for part in typing.get_args(hint) if part is not type(None)) if optional else hint
+            origin = typing.get_origin(kind)
+            found.append((one.name, str if origin is Literal else origin or kind, optional))
+    return tuple(found)
 
 
 @dataclass(slots=True)
@@ -30,8 +48,8 @@ class Session:
     created: float
     metadata: dict[str, Any]
     ended: float | None = None
-    seen: float = field(default_factory=time.monotonic)
-    held: bool = True
+    seen: float = field(default_factory=time.monotonic, metadata=_OF_NOW)
+    held: bool = field(default=True, metadata=_OF_NOW)
 
 
 @dataclass(slots=True)
@@ -159,6 +177,6 @@ class Operation:
     error: str | None = None
     category: Category | None = None
     media: str = "application/json"
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
-    deaths: int = 0
-    is_fetched: bool = False
+    finished: asyncio.Event = field(default_factory=asyncio.Event, metadata=_OF_NOW)
+    deaths: int = field(default=0, metadata=_OF_NOW)
+    is_fetched: bool = field(default=False, metadata=_OF_NOW)

@@ -188,11 +188,13 @@ class Service:
                 books.replace(connection, model)
             books.replace(connection, operation, payload=payload)
 
+        entered = False
         try:
             await self.store.run(enter)
-        except BaseException:
-            del self.operations[operation.id]
-            raise
+            entered = True
+        finally:
+            if not entered:  # it may be sent again
+                del self.operations[operation.id]
         self.metrics.submitted(operation)
         if model is not None:
             self.models[model.id] = model

@@ -10,86 +10,44 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import sqlalchemy as sql
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from luthier.errors import ConfigError, first_line
-from luthier.tinker.server.records import Checkpoint, Model, Operation, Sampler, Session
+from luthier.tinker.server.records import Checkpoint, Model, Operation, Sampler, Session, kept_fields
 
 Result = TypeVar("Result")
 _PATIENCE = 30.0
 """Seconds that a database may be away without anybody noticing."""
 
 metadata = sql.MetaData()
+_COLUMNS: dict[Any, Any] = {str: sql.String, float: sql.Float, int: sql.BigInteger, bool: sql.Boolean, dict: sql.JSON}
 
-sessions = sql.Table(
-    "sessions",
-    metadata,
-    sql.Column("id", sql.String, primary_key=True),
-    sql.Column("owner", sql.String, nullable=False),
-    sql.Column("created", sql.Float, nullable=False),
-    sql.Column("metadata", sql.JSON, nullable=False),
-    sql.Column("ended", sql.Float),
-)
-models = sql.Table(
-    "models",
-    metadata,
-    sql.Column("id", sql.String, primary_key=True),
-    sql.Column("owner", sql.String, nullable=False),
-    sql.Column("session_id", sql.String, nullable=False),
-    sql.Column("base_model", sql.String, nullable=False),
-    sql.Column("lora", sql.JSON),
-    sql.Column("seed", sql.BigInteger, nullable=False),
-    sql.Column("created", sql.Float, nullable=False),
-    sql.Column("used", sql.Float, nullable=False),
-    sql.Column("metadata", sql.JSON),
-    sql.Column("snapshot", sql.BigInteger, nullable=False),
-    sql.Column("passed", sql.BigInteger, nullable=False),
-)
-samplers = sql.Table(
-    "samplers",
-    metadata,
-    sql.Column("id", sql.String, primary_key=True),
-    sql.Column("owner", sql.String, nullable=False),
-    sql.Column("session_id", sql.String, nullable=False),
-    sql.Column("base_model", sql.String, nullable=False),
-    sql.Column("model_path", sql.String),
-    sql.Column("directory", sql.String),
-    sql.Column("model_id", sql.String),
-    sql.Column("created", sql.Float, nullable=False),
-)
-checkpoints = sql.Table(
-    "checkpoints",
-    metadata,
-    sql.Column("model_id", sql.String, primary_key=True),
-    sql.Column("kind", sql.String, primary_key=True),
-    sql.Column("name", sql.String, primary_key=True),
-    sql.Column("owner", sql.String, nullable=False),
-    sql.Column("created", sql.Float, nullable=False),
-    sql.Column("size", sql.BigInteger, nullable=False),
-    sql.Column("expires", sql.Float),
-    sql.Column("public", sql.Boolean, nullable=False),
-    sql.Column("metadata", sql.JSON),
-)
-operations = sql.Table(
+
+def _table(name: str, record: type, keys: tuple[str, ...], *more: sql.Column[Any]) -> sql.Table:
+    """The table of a record: a column for each field that is kept.
+
+    Args:
+        keys: the fields that tell its rows apart.
+        more: columns that are no fields.
+    """
+    columns = [
+        sql.Column(field, _COLUMNS[kind], primary_key=field in keys, nullable=optional, index=field == "line")
+        for field, kind, optional in kept_fields(record)
+    ]
+    return sql.Table(name, metadata, *columns, *more)
+
+
+sessions = _table("sessions", Session, ("id",))
+models = _table("models", Model, ("id",))
+samplers = _table("samplers", Sampler, ("id",))
+checkpoints = _table("checkpoints", Checkpoint, ("model_id", "kind", "name"))
+operations = _table(
     "operations",
-    metadata,
-    sql.Column("id", sql.String, primary_key=True),
-    sql.Column("owner", sql.String, nullable=False),
-    sql.Column("session_id", sql.String, nullable=False),
-    sql.Column("line", sql.String, nullable=False, index=True),
-    sql.Column("number", sql.BigInteger, nullable=False),
-    sql.Column("kind", sql.String, nullable=False),
-    sql.Column("details", sql.JSON, nullable=False),
-    sql.Column("digest", sql.String, nullable=False),
-    sql.Column("created", sql.Float, nullable=False),
-    sql.Column("status", sql.String, nullable=False),
-    sql.Column("error", sql.String),
-    sql.Column("category", sql.String),
-    sql.Column("media", sql.String, nullable=False),
+    Operation,
+    ("id",),
     sql.Column("fetched", sql.Float),  # when its result was first handed out
     sql.Column("payload", sql.LargeBinary),  # last: SQLite reads all that lies before a column
     sql.Column("result", sql.LargeBinary),
@@ -109,6 +67,8 @@ _TABLES: dict[type, sql.Table] = {
     Checkpoint: checkpoints,
     Operation: operations,
 }
+_NAMES = {record: [name for name, _, _ in kept_fields(record)] for record in _TABLES}
+"""The fields of each record that are columns."""
 
 
 class Store:
@@ -180,8 +140,7 @@ def _prepare(connection: Any, record: object) -> None:
 
 def row_of(record: Any) -> dict[str, Any]:
     """The columns of a record."""
-    columns = _TABLES[type(record)].c
-    return {one.name: getattr(record, one.name) for one in fields(record) if one.name in columns}
+    return {name: getattr(record, name) for name in _NAMES[type(record)]}
 
 
 def replace(connection: sql.Connection, record: Any, **more: Any) -> None:
@@ -213,6 +172,6 @@ def enter_snapshot(connection: sql.Connection, model_id: str, number: int) -> No
 def load(connection: sql.Connection, kind: type[Result], *where: sql.ColumnElement[bool]) -> list[Result]:
     """Records of a kind; operations without what was sent and given."""
     table = _TABLES[kind]
-    names = [one.name for one in fields(kind) if one.name in table.c]  # type: ignore[arg-type]
+    names = _NAMES[kind]
     rows = connection.execute(sql.select(*(table.c[name] for name in names)).where(*where))
     return [kind(**dict(zip(names, row, strict=True))) for row in rows]

@@ -8,8 +8,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import pydantic
-import sqlalchemy as sql
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import FileResponse
 
 from luthier.errors import ConfigError
@@ -83,47 +82,50 @@ async def weights_info(
     return answer({key: value for key, value in told.items() if value is not None})
 
 
+async def own_checkpoint(service: TheService, owner: Owner, model_id: str, kind: str, name: str) -> Checkpoint:
+    """The checkpoint that a path means, which is the asker's to change.
+
+    Raises:
+        Unknown: there is none.
+    """
+    path = f"tinker://{model_id}/{kind}/{name}"
+    parse_path(path)
+    found = service.checkpoints.get(path)
+    if found is None or found.owner != owner or not _is_there(found):
+        raise Unknown
+    return found
+
+
+Own = Annotated[Checkpoint, Depends(own_checkpoint)]
+
+
 @router.delete("/training_runs/{model_id}/checkpoints/{kind}/{name}", status_code=204)
-async def delete_checkpoint(service: TheService, owner: Owner, model_id: str, kind: str, name: str) -> Response:
+async def delete_checkpoint(service: TheService, checkpoint: Own) -> Response:
     """Delete weights."""
-    _own(service, owner, model_id, kind, name)
-    async with service.lines[model_id].lock:  # after a save of its name that is under way
-        await upkeep.remove_checkpoint(service, _own(service, owner, model_id, kind, name))
+    async with service.lines[checkpoint.model_id].lock:  # after a save of its name that is under way
+        await upkeep.remove_checkpoint(service, service.checkpoints.get(checkpoint.path, checkpoint))
     return Response(status_code=204)
 
 
 @router.put("/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl", status_code=204)
-async def set_ttl(
-    service: TheService,
-    owner: Owner,
-    model_id: str,
-    kind: str,
-    name: str,
-    given: Annotated[Lifetime, taking(Lifetime)],
-) -> Response:
+async def set_ttl(service: TheService, checkpoint: Own, given: Annotated[Lifetime, taking(Lifetime)]) -> Response:
     """Let weights expire, or not."""
-    checkpoint = _own(service, owner, model_id, kind, name)
     checkpoint.expires = None if given.ttl_seconds is None else time.time() + given.ttl_seconds
-    await _keep(service, checkpoint)
-    return Response(status_code=204)
+    return await _keep(service, checkpoint)
 
 
 @router.post("/training_runs/{model_id}/checkpoints/{kind}/{name}/publish", status_code=204)
-async def publish(service: TheService, owner: Owner, model_id: str, kind: str, name: str) -> Response:
+async def publish(service: TheService, checkpoint: Own) -> Response:
     """Let everyone with a key read weights."""
-    checkpoint = _own(service, owner, model_id, kind, name)
     checkpoint.public = True
-    await _keep(service, checkpoint)
-    return Response(status_code=204)
+    return await _keep(service, checkpoint)
 
 
 @router.delete("/training_runs/{model_id}/checkpoints/{kind}/{name}/publish", status_code=204)
-async def unpublish(service: TheService, owner: Owner, model_id: str, kind: str, name: str) -> Response:
+async def unpublish(service: TheService, checkpoint: Own) -> Response:
     """Let nobody else read weights any more."""
-    checkpoint = _own(service, owner, model_id, kind, name)
     checkpoint.public = False
-    await _keep(service, checkpoint)
-    return Response(status_code=204)
+    return await _keep(service, checkpoint)
 
 
 @router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls")
@@ -168,21 +170,9 @@ async def create_custom_loss(owner: Owner) -> Response:
     raise ConfigError(what, where="create_custom_loss", remedy="give the function itself to forward_backward_custom")
 
 
-def _own(service: Service, owner: str, model_id: str, kind: str, name: str) -> Checkpoint:
-    """A checkpoint that is the asker's to change."""
-    path = f"tinker://{model_id}/{kind}/{name}"
-    parse_path(path)
-    found = service.checkpoints.get(path)
-    if found is None or found.owner != owner or not _is_there(found):
-        raise Unknown
-    return found
-
-
-async def _keep(service: Service, checkpoint: Checkpoint) -> None:
-    def enter(connection: sql.Connection) -> None:
-        books.replace(connection, checkpoint)
-
-    await service.store.run(enter)
+async def _keep(service: Service, checkpoint: Checkpoint) -> Response:
+    await service.store.run(lambda connection: books.replace(connection, checkpoint))
+    return Response(status_code=204)
 
 
 def _of(service: Service, model_id: str) -> Iterable[Checkpoint]:
