@@ -108,11 +108,13 @@ class Fuzzer:
         if number % MODEL_EVERY == 0:
             await self.settle()
         request = self._request()
+        ended = False
         try:
             await self._send(*request)
-        except BaseException:
-            print(f"request {number}: {request}"[:20_000])
-            raise
+            ended = True
+        finally:
+            if not ended:
+                print(f"request {number}: {request}"[:20_000])
 
     async def _send(self, method: str, path: str, body: bytes, headers: dict[str, Any]) -> None:
         house, generation = self._house, self._house.worker.generation
