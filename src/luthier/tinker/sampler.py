@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 from luthier.errors import ConfigError
 from luthier.sampling.engine import SamplingEngine
 from luthier.sampling.request import SamplingRequest
 from luthier.tinker.futures import APIFuture, gives_future, gives_result
-from luthier.tinker.rows import read_prompt
-from luthier.tinker.types import SampledSequence, SampleResponse, SamplingParams
+from luthier.tinker.samples import ids_of, last_of, requests_of, response_of
+from luthier.tinker.types import SampleResponse, SamplingParams
 
 
 class SamplingClient:
@@ -62,19 +61,18 @@ class SamplingClient:
                 name = "prompt_alt_tokens_k" if prompt_alt_tokens_k else "target_prompt_logprobs"
                 remedy = "give forward a Datum whose target_tokens are [T, K]"
                 raise ConfigError("there is no such thing here", where=name, remedy=remedy)
-            if num_samples < 1:
-                raise ConfigError(
-                    f"{num_samples!r} is no number of texts", where="num_samples", remedy="give 1 or more"
+            found = self.engine.sample(
+                requests_of(
+                    self.model,
+                    prompt,
+                    num_samples,
+                    SamplingParams() if sampling_params is None else sampling_params,
+                    prompt_logprobs=include_prompt_logprobs,
+                    topk_prompt_logprobs=topk_prompt_logprobs,
+                    topk_sample_logprobs=topk_sample_logprobs,
                 )
-            request = self._request(prompt, SamplingParams() if sampling_params is None else sampling_params)
-            request = replace(request, topk_logprobs=topk_sample_logprobs)
-            first = replace(request, prompt_logprobs=include_prompt_logprobs, topk_prompt_logprobs=topk_prompt_logprobs)
-            found = self.engine.sample([first, *request.group(num_samples)[1:]])
-            return SampleResponse(
-                [SampledSequence(one.tokens, one.logprobs, one.stop_reason, one.topk) for one in found],
-                _last(found[0].prompt_logprobs, prompt_logprobs_last_n),
-                _last(found[0].topk_prompt_logprobs, prompt_logprobs_last_n),
             )
+            return response_of(found, prompt_logprobs_last_n)
 
         return APIFuture(work)
 
@@ -87,8 +85,8 @@ class SamplingClient:
         """
 
         def work() -> list[float | None]:
-            request = SamplingRequest(self._ids(prompt), max_tokens=0, prompt_logprobs=True)
-            return _last(self.engine.sample([request])[0].prompt_logprobs, prompt_logprobs_last_n) or []
+            request = SamplingRequest(ids_of(self.model, prompt), max_tokens=0, prompt_logprobs=True)
+            return last_of(self.engine.sample([request])[0].prompt_logprobs, prompt_logprobs_last_n) or []
 
         return APIFuture(work)
 
@@ -111,19 +109,6 @@ class SamplingClient:
             self._engine = SamplingEngine(self.model, tokenizer=self._tokenizer(), seed=self._seed)
         return self._engine
 
-    def _ids(self, prompt: Any) -> Sequence[int]:
-        return [int(token) for token in read_prompt(prompt, self.model.get_input_embeddings().weight.shape[0])]
-
-    def _request(self, prompt: Any, params: Any) -> SamplingRequest:
-        ids, most = self._ids(prompt), params.max_tokens
-        if most is None:
-            positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-            if positions is None:
-                raise ConfigError("this model has no end of its positions", where="max_tokens", remedy="give a number")
-            most = max(0, positions - len(ids))
-        fields = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "seed", "stop")}
-        return SamplingRequest(ids, max_tokens=most, **fields)
-
 
 def snapshot(model: Any) -> Any:
     """A model that stays as this one is now: what trains is copied, what is frozen is shared."""
@@ -141,13 +126,3 @@ def refuse_stability(asked: bool) -> None:
     if asked:
         what = "it is for stable_reinforce, which is not offered"
         raise ConfigError(what, where="record_stability_info", remedy="leave it out")
-
-
-def _last(values: list[Any] | None, count: int | None) -> list[Any] | None:
-    """The last so many values, None before them."""
-    if count is None or values is None:
-        return values
-    if not 1 <= count < max(len(values), 2):
-        what = f"{count} is no number from 1 to {len(values) - 1}, the tokens that have one before them"
-        raise ConfigError(what, where="prompt_logprobs_last_n")
-    return [None] * (len(values) - count) + values[len(values) - count :]

@@ -220,9 +220,7 @@ class Bench:
             raise ModelError(what, where="kind", remedy="use snapshot")
         if head["live"]:
             self.pool.add(head["sampler"], client.model)
-        elif (
-            head["sampler"] is not None
-        ):  # as it will be after a restart: a fused layer's adapters change form in files
+        elif head["sampler"] is not None:  # as after a restart: a fused layer's adapters change form in files
             self._read_sampler(head["sampler"], Path(head["directory"]))
         return {"bytes": size}, b""
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from tinker import types
 
-from luthier.errors import DataError, NonFiniteError, UserError
+from luthier.errors import UserError
 from luthier.sampling.engine import SamplingEngine
-from luthier.sampling.request import SamplingRequest, SamplingResult
-from luthier.tinker.rows import read_prompt
+from luthier.sampling.request import SamplingResult
+from luthier.tinker.samples import requests_of, response_of
 from luthier.tinker.server import wire
-from luthier.tinker.types import SampledSequence, SampleResponse
 
 Outcome = tuple[str, "tuple[dict[str, Any], bytes] | UserError"]
 """Id of a request, and its result or what was wrong with it."""
@@ -46,8 +45,7 @@ class SamplerPool:
     """
 
     def __init__(self, base: Any, tokenizer: Any, *, slots: int) -> None:
-        self._vocabulary = int(base.get_input_embeddings().weight.shape[0])
-        self._positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
+        self._base = base
         self._engine = SamplingEngine(base, tokenizer=tokenizer, slots=slots)
         self._groups: dict[int, _Group] = {}
         """Of each sample that has not ended, the request that it is of."""
@@ -84,29 +82,20 @@ class SamplerPool:
         Raises:
             UserError: it cannot be sampled; what is wrong is named.
         """
-        params = request.sampling_params
-        ids = [int(token) for token in read_prompt(request.prompt, self._vocabulary)]
-        most = params.max_tokens
-        if most is None:
-            if self._positions is None:
-                raise DataError("this model has no end of its positions", where="max_tokens", remedy="give a number")
-            most = max(0, self._positions - len(ids))
-        one = SamplingRequest(
-            ids,
-            max_tokens=most,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            seed=seed if params.seed is None else params.seed,
-            stop=params.stop,
-            topk_logprobs=request.topk_sample_logprobs,
+        asked = requests_of(
+            self._base,
+            request.prompt,
+            request.num_samples,
+            request.sampling_params,
+            prompt_logprobs=bool(request.prompt_logprobs),
+            topk_prompt_logprobs=request.topk_prompt_logprobs,
+            topk_sample_logprobs=request.topk_sample_logprobs,
+            seed=seed,
             adapter=name,
         )
-        told = bool(request.prompt_logprobs)
-        first = replace(one, prompt_logprobs=told, topk_prompt_logprobs=request.topk_prompt_logprobs)
         numbers: list[int] = []
         try:
-            for sample in [first, *one.group(request.num_samples)[1:]]:
+            for sample in asked:
                 numbers.append(self._engine.submit(sample))
         except UserError:
             for begun in numbers:
@@ -133,13 +122,13 @@ class SamplerPool:
                 continue
             try:
                 group.found[number] = self._engine.result(number)
-            except NonFiniteError as error:
-                self._forget(group)
-                outcomes.append((group.id, error))
-                continue
-            if len(group.found) == len(group.numbers):
-                self._forget(group)
-                outcomes.append((group.id, _answer(group)))
+                if len(group.found) < len(group.numbers):
+                    continue
+                outcome: tuple[dict[str, Any], bytes] | UserError = _answer(group)
+            except UserError as error:
+                outcome = error
+            self._forget(group)
+            outcomes.append((group.id, outcome))
         return outcomes
 
     def _forget(self, group: _Group) -> None:
@@ -151,10 +140,5 @@ class SamplerPool:
 
 def _answer(group: _Group) -> tuple[dict[str, Any], bytes]:
     found = [group.found[number] for number in group.numbers]
-    response = SampleResponse(
-        [SampledSequence(one.tokens, one.logprobs, one.stop_reason, one.topk) for one in found],
-        found[0].prompt_logprobs,
-        found[0].topk_prompt_logprobs,
-    )
     told = {"media": wire.PROTOBUF, "tokens": sum(len(one.tokens) for one in found)}
-    return told, wire.sample_response(response, last=group.last)
+    return told, wire.sample_response(response_of(found, group.last))

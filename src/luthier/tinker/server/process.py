@@ -175,7 +175,7 @@ class WorkerProcess:
             what = "the worker ended while it loaded the model"
             raise ModelError(what, where="--model", remedy=f"see {self._log}") from None
         if "failed" in head:
-            raise ModelError(head["failed"], where="--model")
+            raise ModelError(head["failed"])
         self.facts = head["ready"]
         self.generation += 1
         self._end = end

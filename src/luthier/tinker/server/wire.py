@@ -101,13 +101,8 @@ def parse_sample(body: bytes) -> types.SampleRequest:
     return types.SampleRequest.model_validate_json(body)
 
 
-def sample_response(found: SampleResponse, *, last: int | None) -> bytes:
-    """The SDK's SampleResponse.
-
-    Args:
-        found: what was sampled.
-        last: tell prompt log-probabilities of so many positions at the end only; None for all.
-    """
+def sample_response(found: SampleResponse) -> bytes:
+    """The SDK's SampleResponse."""
     message = proto.SampleResponse()
     for sequence in found.sequences:
         one = message.sequences.add(
@@ -119,14 +114,9 @@ def sample_response(found: SampleResponse, *, last: int | None) -> bytes:
             one.topk_sampled_logprobs.CopyFrom(_top(sequence.topk_logprobs))
     if found.prompt_logprobs is not None:
         told = np.asarray([np.nan if one is None else one for one in found.prompt_logprobs], np.float32)
-        if last is not None:
-            told[: len(told) - last] = np.nan
         message.prompt_logprobs = told.tobytes()
     if found.topk_prompt_logprobs is not None:
-        kept = list(found.topk_prompt_logprobs)
-        if last is not None:
-            kept[: len(kept) - last] = [None] * (len(kept) - last)
-        message.topk_prompt_logprobs.CopyFrom(_top(kept))
+        message.topk_prompt_logprobs.CopyFrom(_top(found.topk_prompt_logprobs))
     return message.SerializeToString()
 
 
