@@ -1,0 +1,117 @@
+"""What a job is, once everything that can be checked has been: the same for every backend, plain data throughout.
+
+A job is up to four kinds of steps over one workspace directory, which is `/workspace` in a pod and a directory of the
+job's own elsewhere: initializers fill `dataset/` and `model/`, nodes train and write `output/`, the exporter takes the
+result elsewhere. Every step's process has the workspace as its working directory, so paths in a config are relative
+to it ("model", "dataset", "output") and mean the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+DATASET, MODEL, ADAPTERS, OUTPUT = "dataset", "model", "adapters", "output"
+"""Directories below the workspace, those of Kubeflow's mount paths."""
+DATASET_STEP, MODEL_STEP, EXPORT_STEP = "dataset-initializer", "model-initializer", "exporter"
+
+
+def node_step(number: int) -> str:
+    """The name of a node's step.
+
+    >>> node_step(0)
+    'node-0'
+    """
+    return f"node-{number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A step that moves files: an initializer, or the exporter.
+
+    Attributes:
+        env: what it is told (`STORAGE_URI`, `IGNORE_PATTERNS`, `ENDPOINT`, ...), by Kubeflow's names.
+        secrets: what it is told and nobody else may read (`ACCESS_TOKEN`, `SECRET_ACCESS_KEY`, ...). Never written to
+            a spec, a log, a command line or a store; a backend hands them to the step's process alone.
+    """
+
+    env: Mapping[str, str]
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A training function of the user's own.
+
+    Attributes:
+        source: Python source of a module that defines it.
+        name: of the function in it.
+        args: keyword arguments, as JSON has them.
+        packages: to install before.
+        pip_index_urls: where from, the first one first.
+    """
+
+    source: str
+    name: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
+    pip_index_urls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """A job as it would run; `TrainerClient.train(dry_run=True)` returns it.
+
+    Exactly one of `config`, `function` and `command` says what the nodes do.
+
+    Attributes:
+        name: of the job; lower-case letters, digits and hyphens, at most 63, a letter first.
+        runtime: name of the runtime it came from.
+        framework: of that runtime ("luthier", "torch", ...).
+        num_nodes: machines, or on one machine groups of processes that meet as machines do.
+        nproc_per_node: processes of each; "auto" is one for each device.
+        recipe: what the selection chose, for people ("lora_finetune_distributed").
+        engine: which engine reads `config` ("luthier", "huggingface").
+        config: a Luthier run as plain data, every value of its field's type; paths relative to the workspace.
+        function: a training function.
+        command: a program with its arguments.
+        image: container image of the nodes; None for the runtime's own.
+        env: of the nodes' processes, besides what the backend sets.
+        resources_per_node: by Kubernetes' names ({"gpu": 2, "cpu": 8, "memory": "64Gi"}).
+        dataset, model: initializers; None where there is nothing to fetch.
+        exporter: None where the result stays in `output/`.
+        labels, annotations: of the job's object, where there is one.
+        active_deadline_seconds: a job that runs longer fails.
+        runtime_patches: of the TrainJob, as its CRD has them (Kubernetes only).
+        inherit_environment: nodes see the submitter's environment too (local only).
+    """
+
+    name: str
+    runtime: str
+    framework: str
+    num_nodes: int = 1
+    nproc_per_node: int | Literal["auto"] = "auto"
+    recipe: str | None = None
+    engine: str | None = None
+    config: Mapping[str, Any] | None = None
+    function: Function | None = None
+    command: tuple[str, ...] | None = None
+    image: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    resources_per_node: Mapping[str, Any] | None = None
+    dataset: Transfer | None = None
+    model: Transfer | None = None
+    exporter: Transfer | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    active_deadline_seconds: int | None = None
+    runtime_patches: tuple[Mapping[str, Any], ...] = ()
+    inherit_environment: bool = False
+
+    def steps(self) -> list[str]:
+        """Names of its steps, in the order in which they begin; the nodes begin together."""
+        before = [(DATASET_STEP, self.dataset), (MODEL_STEP, self.model)]
+        names = [name for name, transfer in before if transfer is not None]
+        names += [node_step(number) for number in range(self.num_nodes)]
+        return [*names, EXPORT_STEP] if self.exporter is not None else names
