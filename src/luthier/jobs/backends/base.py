@@ -37,7 +37,7 @@ class Backend(Protocol):
         """
 
     def get_job_logs(self, name: str, step: str, *, follow: bool) -> Iterator[str]:
-        """Lines of a step's log, without line ends; with `follow` each as soon as it is written, until the job has ended.
+        """Lines of a step's log, without line ends; with `follow` each as soon as it is written, until the job ends.
 
         Raises:
             UserError: there is no such job, or the job has no such step.
