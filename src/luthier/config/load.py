@@ -6,18 +6,21 @@ A relative path in the YAML starts at the working directory, not at the file; a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pydantic
 import yaml
+from pydantic_core import ErrorDetails
 
-from luthier.config.faults import describe, raise_all, shown
+from luthier.config.faults import Fault, describe, raise_all, shown
 from luthier.config.nodes import COMMAND_LINE, Given, compose, dump
 from luthier.config.overrides import placed
 from luthier.config.read import Reader
 from luthier.config.run import RunConfig
-from luthier.config.shape import public_path, shape_of
+from luthier.config.shape import known_paths, public_path, shape_of
+from luthier.config.suggest import nearest_key
 from luthier.errors import ConfigError
 
 RUN = shape_of(RunConfig)
@@ -101,6 +104,23 @@ def load_config(
     raise_all([*errors, *(fault.at(*where) for where, fault in located)])
     assert config is not None
     return config
+
+
+def check_config(data: Mapping[str, Any]) -> tuple[RunConfig | None, list[Fault]]:
+    """A run from plain data that a program has made, and all that is wrong with it (then there is no run)."""
+    try:
+        return RunConfig.model_validate(data), []
+    except pydantic.ValidationError as error:
+        details = error.errors(include_url=False)
+        return None, [_hinted(describe(detail, public_path(detail["loc"], RUN)), detail) for detail in details]
+
+
+def _hinted(fault: Fault, detail: ErrorDetails) -> Fault:
+    if detail["type"] != "extra_forbidden":
+        return fault
+    section = [part for part in fault.path[:-1] if not part.isdigit()]
+    meant = nearest_key(section, fault.path[-1], known_paths(RUN))
+    return replace(fault, remedy=f"did you mean {meant}?" if meant else None)
 
 
 def dump_config(config: RunConfig) -> str:

@@ -76,6 +76,8 @@ class JobSpec:
         config: a Luthier run as plain data, every value of its field's type; paths relative to the workspace.
         function: a training function.
         command: a program with its arguments.
+        files: text files that are laid into the workspace before the nodes start, by relative path: a chat template, a
+            data-set class.
         image: container image of the nodes; None for the runtime's own.
         env: of the nodes' processes, besides what the backend sets.
         resources_per_node: by Kubernetes' names ({"gpu": 2, "cpu": 8, "memory": "64Gi"}).
@@ -97,6 +99,7 @@ class JobSpec:
     config: Mapping[str, Any] | None = None
     function: Function | None = None
     command: tuple[str, ...] | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
     image: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     resources_per_node: Mapping[str, Any] | None = None
