@@ -292,8 +292,8 @@ class LeanRows(SlotRows):
 def _attention_by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attention [rows, heads, queries, dim] over keys [rows, heads, places, dim], softmax in fp32.
 
-    Two batched products: on processors with bf16 instructions and no tiles PyTorch's own attention takes five to ten times
-    as long for a few queries a head. Keys are copied together first, since their transpose would be anyway, slowly.
+    Two batched products: on processors with bf16 instructions and no tiles PyTorch's own attention takes five to ten
+    times as long for a few queries a head. Keys are copied together first; their transpose would be anyway, slowly.
     """
     rows, heads = query.shape[:2]
     flat = query.flatten(0, 1)
