@@ -1,0 +1,292 @@
+"""Jobs as processes of this machine. They outlive whoever submits them; any process of this user sees all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from luthier.errors import UserError
+from luthier.jobs.backends.local_steps import clean_environment, devices_of, last_lines, phases, visible_devices
+from luthier.jobs.backends.local_upkeep import LOCK, remove, settle
+from luthier.jobs.locks import take
+from luthier.jobs.options import LocalBackendConfig
+from luthier.jobs.progress import read_progress
+from luthier.jobs.spec import OUTPUT, JobSpec
+from luthier.jobs.store import FINAL, RUN, SUSPEND, JobRecord, JobStore, StepRecord, home_directory
+from luthier.jobs.types import CREATED, SUSPENDED, UNKNOWN, Event, Runtime, Step, TrainJob
+from luthier.jobs.wire import packed
+
+_PAUSE = 0.05
+_SECRET = "(secret)"
+_OF_SUPERVISOR = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH")
+"""All that a supervisor itself sees: an environment can be read from outside."""
+
+
+class LocalBackend:
+    """Runs jobs on this machine.
+
+    Args:
+        config: where jobs are kept, and how many run at a time.
+
+    Raises:
+        UserError: the jobs cannot be kept there.
+    """
+
+    def __init__(self, config: LocalBackendConfig | None = None) -> None:
+        config = config or LocalBackendConfig()
+        if config.max_running_jobs < 1:
+            raise UserError(f"{config.max_running_jobs} is less than 1", where="max_running_jobs", remedy="let one run")
+        self._limit = config.max_running_jobs
+        self._store = JobStore(home_directory(config.home))
+
+    def list_runtimes(self) -> list[Runtime]:
+        """All runtimes, by name."""
+        return []
+
+    def get_runtime_packages(self, runtime: Runtime) -> dict[str, str]:
+        """Installed Python packages -> their versions: on this machine those of this very environment."""
+        found = {package.metadata["Name"]: package.version for package in distributions()}
+        return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+    def submit(self, spec: JobSpec) -> None:
+        """Take a job. It is durable when this returns.
+
+        Raises:
+            UserError: a job of that name is there already, or it needs what one machine does not have.
+        """
+        visible = self._checked(spec)
+        uid = secrets.token_hex(5)
+        directory = self._store.home / "jobs" / f"{spec.name}-{uid}"
+        for part in (directory, directory / "workspace", directory / "logs"):
+            part.mkdir(mode=0o700)
+        # Held from before the job is there until the supervisor ends: whoever finds it free knows that nobody minds it.
+        lock = take(directory / LOCK, wait=False)
+        assert lock is not None
+        try:
+            devices = devices_of(spec, visible)
+            self._store.add(uid, spec, len(devices[0]))
+            if not self._start(spec, uid, directory, visible, lock):
+                said = last_lines(directory / "supervisor.txt", 1)
+                self._store.remove(uid)
+                raise UserError(f"its supervisor could not be started: {said}", where=spec.name)
+        except BaseException:
+            if self._store.get(uid) is None:
+                shutil.rmtree(directory)
+            raise
+        finally:
+            os.close(lock)
+
+    def list_jobs(self) -> list[TrainJob]:
+        """All jobs, the oldest first."""
+        settled = [settle(self._store, job) for job in self._store.list()]
+        return [self._train_job(job) for job in settled if job is not None]
+
+    def get_job(self, name: str) -> TrainJob:
+        """One job as it is now.
+
+        Raises:
+            UserError: there is none of that name.
+        """
+        return self._train_job(self._find(name))
+
+    def get_job_logs(self, name: str, step: str, *, follow: bool) -> Iterator[str]:
+        """Lines of a step's log, without line ends; with `follow` each as soon as it is written, until the job has
+        ended.
+
+        Raises:
+            UserError: there is no such job, or the job has no such step.
+        """
+        job = self._find(name)
+        steps = [known.name for known in job.steps]
+        if step not in steps:
+            raise UserError(f'has no step "{step}"', where=name, remedy=f"it has {', '.join(steps)}")
+        return self._lines(job, self._store.directory(job) / "logs" / f"{step}.txt", follow)
+
+    def get_job_events(self, name: str) -> list[Event]:
+        """What has happened to a job, the oldest first."""
+        return [
+            Event(
+                involved_object_kind="TrainJob" if event.step is None else "Step",
+                involved_object_name=name if event.step is None else f"{name}-{event.step}",
+                message=event.message,
+                reason=event.reason,
+                event_time=_when(event.time),
+            )
+            for event in self._store.events(self._find(name).uid)
+        ]
+
+    def delete_job(self, name: str) -> None:
+        """End a job's processes, wait until they are gone, and forget it with its files.
+
+        Raises:
+            UserError: there is none of that name.
+        """
+        remove(self._store, self._find(name))
+
+    def suspend_job(self, name: str) -> None:
+        """Let a job stop: its processes are asked to, so that a run saves a checkpoint first. It keeps its secrets.
+
+        Raises:
+            UserError: there is none of that name, or it has ended.
+        """
+        self._wish(name, SUSPEND)
+
+    def resume_job(self, name: str) -> None:
+        """Let a suspended job go on when its turn comes: steps that were done stay done, nodes start again.
+
+        Raises:
+            UserError: there is none of that name, or it has ended.
+        """
+        self._wish(name, RUN)
+
+    def as_object(self, spec: JobSpec) -> list[dict[str, Any]]:
+        """The steps of a job: their names, command lines, and what their environments have besides this one's."""
+        visible = self._checked(spec)
+        directory = self._store.home / "jobs" / f"{spec.name}-UID"
+        plans = phases(spec, "UID", directory, {}, devices_of(spec, visible), 0)
+        hidden = {
+            transfer: what.secrets
+            for transfer, what in zip(
+                ("dataset", "model", "exporter"), (spec.dataset, spec.model, spec.exporter), strict=True
+            )
+            if what is not None
+        }
+        names = {name for secret in hidden.values() for name in secret}
+        return [
+            {
+                "step": plan.name,
+                "command": list(plan.command),
+                "environment": {
+                    name: _SECRET if name in names or name.startswith("PIP_") else value
+                    for name, value in plan.environment.items()
+                },
+            }
+            for phase in plans
+            for plan in phase
+        ]
+
+    # --- submitting ---------------------------------------------------------------------------------------------------
+
+    def _checked(self, spec: JobSpec) -> list[str]:
+        """The GPUs that this machine has for a job, which is refused where it needs what one machine does not have."""
+        remedy = "leave it out, or submit to Kubernetes"
+        if spec.image is not None:
+            raise UserError("jobs of this machine run in no container", where="image", remedy=remedy)
+        if spec.runtime_patches:
+            raise UserError("jobs of this machine have no pods to patch", where="runtime_patches", remedy=remedy)
+        visible = visible_devices({**os.environ, **spec.env})
+        devices_of(spec, visible)
+        return visible
+
+    def _start(self, spec: JobSpec, uid: str, directory: Path, visible: list[str], lock: int) -> bool:
+        """Start the supervisor and hand the job over; whether it has been taken."""
+        environment = dict(os.environ) if spec.inherit_environment else clean_environment(os.environ)
+        given = {"spec": packed(spec), "environment": environment, "devices": visible}
+        words = [str(self._store.home), uid, str(lock), str(self._limit)]
+        with (directory / "supervisor.txt").open("ab") as out:
+            starter = subprocess.Popen(
+                [sys.executable, "-m", "luthier.jobs.backends.local_supervisor", *words],
+                env={name: os.environ[name] for name in _OF_SUPERVISOR if name in os.environ},
+                cwd=directory,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=[lock],
+            )
+        starter.communicate(json.dumps(given).encode())
+        return starter.returncode == 0
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def _find(self, name: str) -> JobRecord:
+        job = self._store.find(name)
+        job = settle(self._store, job) if job is not None else None
+        if job is None:
+            raise UserError("there is no job of this name", where=name, remedy="list_jobs() has the names of all")
+        return job
+
+    def _wish(self, name: str, wish: str) -> None:
+        job = self._find(name)
+        if job.status in FINAL:
+            raise UserError(f"has ended ({job.status})", where=name, remedy="submit it under another name")
+        self._store.wish(job.uid, wish)
+
+    def _lines(self, job: JobRecord, path: Path, follow: bool) -> Iterator[str]:
+        rest = b""
+        with contextlib.ExitStack() as opened:
+            log = None
+            over = not follow
+            while True:
+                if log is None and path.exists():
+                    log = opened.enter_context(path.open("rb"))
+                # Asked before reading: what is written until the job has ended is read after it has.
+                if not over:
+                    now = self._store.get(job.uid)
+                    now = settle(self._store, now) if now is not None else None
+                    over = now is None or now.status in FINAL
+                *lines, rest = (rest + (log.read() if log is not None else b"")).split(b"\n")
+                for line in lines:
+                    yield line.decode("utf-8", "replace").rstrip("\r")
+                if over:
+                    break
+                time.sleep(_PAUSE)
+        if rest:
+            yield rest.decode("utf-8", "replace")
+
+    def _train_job(self, job: JobRecord) -> TrainJob:
+        spec, message = job.spec, job.message
+        if job.status == CREATED:
+            running, waiting = self._store.ahead(job)
+            message = f"waits for its turn: {len(running)} running, {len(waiting)} waiting before it"
+        elif job.status == SUSPENDED:
+            message = "resume_job() lets it go on"
+        progress = None
+        if spec["command"] is None:
+            run = self._store.directory(job) / "workspace" / OUTPUT
+            progress = read_progress(run, spec["config"])
+        return TrainJob(
+            name=job.name,
+            runtime=self._runtime(spec["runtime"]),
+            steps=[_step(job, step, spec) for step in job.steps],
+            num_nodes=spec["num_nodes"],
+            creation_timestamp=_when(job.created),
+            status=job.status,
+            trainer_status=progress,
+            message=message,
+        )
+
+    def _runtime(self, name: str) -> Runtime:
+        known = {runtime.name: runtime for runtime in self.list_runtimes()}
+        return replace(known[name]) if name in known else Runtime(name)
+
+
+def _step(job: JobRecord, step: StepRecord, spec: dict[str, Any]) -> Step:
+    is_node = step.name.startswith("node-")
+    processes = spec["nproc_per_node"] if spec["nproc_per_node"] != "auto" else max(1, step.devices)
+    return Step(
+        name=step.name,
+        status=step.status,
+        pod_name=f"{job.name}-{step.name}",
+        device=("gpu" if step.devices else "cpu") if is_node else UNKNOWN,
+        device_count=str(step.devices or processes) if is_node else UNKNOWN,
+        started=_when(step.started) if step.started is not None else None,
+        ended=_when(step.ended) if step.ended is not None else None,
+        exit_code=step.exit_code,
+    )
+
+
+def _when(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

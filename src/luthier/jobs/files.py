@@ -1,0 +1,33 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from luthier.errors import UserError
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file for its owner alone: aside, and then put in place."""
+    aside = path.with_name(f".{path.name}.writing")
+    with open(os.open(aside, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def lay(files: Mapping[str, str], workspace: Path) -> None:
+    """Write a job's text files into its workspace, by relative path.
+
+    Raises:
+        UserError: a path leads out of it.
+    """
+    for name, text in files.items():
+        path = workspace / name
+        if not path.resolve().is_relative_to(workspace.resolve()):
+            raise UserError("leads out of the workspace", where=f"files.{name}", remedy="give a relative path")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, text)
