@@ -12,7 +12,6 @@ from typing import Any
 
 import pydantic
 import yaml
-from pydantic_core import ErrorDetails
 
 from luthier.config.faults import Fault, describe, raise_all, shown
 from luthier.config.nodes import COMMAND_LINE, Given, compose, dump
@@ -111,16 +110,21 @@ def check_config(data: Mapping[str, Any]) -> tuple[RunConfig | None, list[Fault]
     try:
         return RunConfig.model_validate(data), []
     except pydantic.ValidationError as error:
-        details = error.errors(include_url=False)
-        return None, [_hinted(describe(detail, public_path(detail["loc"], RUN)), detail) for detail in details]
+        return None, faults_of(error)
 
 
-def _hinted(fault: Fault, detail: ErrorDetails) -> Fault:
-    if detail["type"] != "extra_forbidden":
-        return fault
-    section = [part for part in fault.path[:-1] if not part.isdigit()]
-    meant = nearest_key(section, fault.path[-1], known_paths(RUN))
-    return replace(fault, remedy=f"did you mean {meant}?" if meant else None)
+def faults_of(error: pydantic.ValidationError, model: type[RunConfig] = RunConfig) -> list[Fault]:
+    """What pydantic found wrong with plain data, in the words of someone who writes YAML."""
+    shape = shape_of(model)
+    found = []
+    for detail in error.errors(include_url=False):
+        fault = describe(detail, public_path(detail["loc"], shape))
+        if detail["type"] == "extra_forbidden":
+            section = [part for part in fault.path[:-1] if not part.isdigit()]
+            meant = nearest_key(section, fault.path[-1], known_paths(shape))
+            fault = replace(fault, remedy=f"did you mean {meant}?" if meant else None)
+        found.append(fault)
+    return found
 
 
 def dump_config(config: RunConfig) -> str:

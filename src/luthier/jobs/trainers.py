@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from luthier.jobs.types import Initializer, Runtime
+from luthier.jobs.types import Initializer, Runtime, fields_named
 
 if TYPE_CHECKING:
     from luthier.jobs.config import LuthierConfig
@@ -33,6 +33,7 @@ class Loss(StrEnum):
     CEWithChunkedOutputLoss = "torchtune.modules.loss.CEWithChunkedOutputLoss"
 
 
+@fields_named
 @dataclass
 class CustomTrainer:
     """A training function of one's own, run on every process under torchrun.
@@ -59,6 +60,7 @@ class CustomTrainer:
     pip_index_url: str | None = None
 
 
+@fields_named
 @dataclass
 class CustomTrainerContainer:
     """A container image with its own entry point, or a program (option `TrainerCommand`) where no containers run."""
@@ -69,6 +71,7 @@ class CustomTrainerContainer:
     env: dict[str, str] | None = None
 
 
+@fields_named
 @dataclass
 class TorchTuneInstructDataset:
     """Rows with a prompt and an answer.
@@ -78,7 +81,9 @@ class TorchTuneInstructDataset:
         split: "train", or a part of it ("train[:10%]").
         train_on_input: also train on the prompt.
         new_system_prompt: a system message before every row.
-        column_map: {"input": column, "output": column}; Luthier's own names (instruction, system) are taken too.
+        column_map: {"input": column, "output": column}; or by Luthier's own names (instruction, prompt, ...).
+        template: how a mapped input and output are laid out: "chat", by the model's chat template, or "plain", as one
+            text; chat when left out.
     """
 
     source: DataFormat | str | None = None
@@ -86,8 +91,10 @@ class TorchTuneInstructDataset:
     train_on_input: bool | None = None
     new_system_prompt: str | None = None
     column_map: dict[str, str] | None = None
+    template: str | None = None
 
 
+@fields_named
 @dataclass
 class TorchTuneChatDataset:
     """Rows with a conversation.
@@ -105,6 +112,7 @@ class TorchTuneChatDataset:
     new_system_prompt: str | None = None
 
 
+@fields_named
 @dataclass
 class TorchTuneMultimodalDataset:
     """Rows with pictures."""
@@ -116,6 +124,7 @@ class TorchTuneMultimodalDataset:
     image_tag: str | None = None
 
 
+@fields_named
 @dataclass
 class CustomDataset:
     """Rows read by a class of one's own, which `register_dataset` names.
@@ -134,6 +143,7 @@ class CustomDataset:
 DatasetConfig = TorchTuneInstructDataset | TorchTuneChatDataset | TorchTuneMultimodalDataset | CustomDataset
 
 
+@fields_named
 @dataclass
 class LoraConfig:
     """Low-rank adapters.
@@ -152,6 +162,7 @@ class LoraConfig:
     use_dora: bool | None = None
 
 
+@fields_named
 @dataclass
 class TorchTuneConfig:
     """Parameters of a fine-tune. The first eight are Kubeflow's; the others, by torchtune's names, are what it lacks.
@@ -214,6 +225,7 @@ class TorchTuneConfig:
     log_every_n_steps: int | None = None
 
 
+@fields_named
 @dataclass
 class BuiltinTrainer:
     """A fine-tune that only needs parameters.
@@ -232,6 +244,7 @@ class BuiltinTrainer:
 Trainer = BuiltinTrainer | CustomTrainer | CustomTrainerContainer
 
 
+@fields_named
 @dataclass
 class TrainJobTemplate:
     """What `train(**template)` takes, to be kept and used again."""

@@ -7,11 +7,15 @@ will do as text (`dtype="bf16"`). `None` means "not given"; zero, False and empt
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal, TypeVar
+
+from luthier.config.suggest import nearest
+from luthier.errors import ConfigError
 
 UNKNOWN = "Unknown"
 """Where Kubeflow's types say nothing better."""
@@ -25,6 +29,27 @@ DATASET_PATH, MODEL_PATH = "/workspace/dataset", "/workspace/model"
 
 WEIGHTS_BESIDE = ["*.msgpack", "*.h5", "*.bin", "*.pt", "*.pth"]
 """Forms of weights that are not fetched: safetensors are."""
+
+
+Given = TypeVar("Given")
+
+
+def fields_named(cls: type[Given]) -> type[Given]:
+    """Say which field was meant where one is given that there is not."""
+    make: Any = cls.__init__
+    known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
+
+    @functools.wraps(make)
+    def init(self: Given, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in known:
+                meant = nearest(name, known)
+                remedy = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
+                raise ConfigError("is not a known field", where=f"{cls.__name__}.{name}", remedy=remedy)
+        make(self, *args, **given)
+
+    cls.__init__ = init  # type: ignore[method-assign, assignment]
+    return cls
 
 
 class TrainerType(StrEnum):
@@ -186,6 +211,7 @@ class Event:
 # --- initializers and exporters -------------------------------------------------------------------------------------
 
 
+@fields_named
 @dataclass
 class DatasetInitializer:
     """Fetches a data set into `dataset/`: hf://, s3://, gs://, https:// or file://."""
@@ -195,11 +221,13 @@ class DatasetInitializer:
     access_token: str | None = field(default=None, repr=False)
 
 
+@fields_named
 @dataclass
 class HuggingFaceDatasetInitializer(DatasetInitializer):
     """A data set of the Hub: "hf://owner/name", or "owner/name"; what follows the name is a path in it."""
 
 
+@fields_named
 @dataclass
 class S3DatasetInitializer:
     """A data set in S3 or what speaks like it."""
@@ -213,6 +241,7 @@ class S3DatasetInitializer:
     role_arn: str | None = None
 
 
+@fields_named
 @dataclass
 class ModelInitializer:
     """Fetches a model into `model/`: hf://, s3://, gs://, https:// or file://."""
@@ -222,11 +251,13 @@ class ModelInitializer:
     access_token: str | None = field(default=None, repr=False)
 
 
+@fields_named
 @dataclass
 class HuggingFaceModelInitializer(ModelInitializer):
     """A model of the Hub: "hf://owner/name", or "owner/name"."""
 
 
+@fields_named
 @dataclass
 class S3ModelInitializer:
     """A model in S3 or what speaks like it."""
@@ -240,6 +271,7 @@ class S3ModelInitializer:
     role_arn: str | None = None
 
 
+@fields_named
 @dataclass
 class Initializer:
     """What is fetched before the nodes start; where one is left out, the runtime's own is."""
@@ -251,6 +283,7 @@ class Initializer:
 ExportForm = Literal["merged", "adapter"]
 
 
+@fields_named
 @dataclass
 class ModelExporter:
     """Takes the trained model elsewhere, as a last step: hf:// (pushed to the Hub), s3://, gs:// or file://.
