@@ -13,7 +13,7 @@ class Selection:
     """What a job trains by.
 
     Attributes:
-        recipe: by torchtune's names ("lora_finetune_distributed"). Every one is Luthier's `train`; the layout is config.
+        recipe: by torchtune's names ("lora_finetune_distributed"). All are one recipe here; the layout is config.
         config: of the catalogue ("llama3.2-1b/lora"), or of no model ("lora") where the runtime has none.
     """
 
