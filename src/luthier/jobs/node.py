@@ -140,17 +140,22 @@ def install(function: Mapping[str, Any], own: Path, children: Children, environm
         venv.EnvBuilder(symlinks=True, with_pip=False).create(place)
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(place), "platbase": str(place)}))
     ours = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    write(packages / "ours.pth", f"import site; [site.addsitedir(path) for path in {ours!r}]\n")
+    write(packages / "ours.pth", "".join(f"import site; site.addsitedir({path!r})\n" for path in ours))
     python = str(place / "bin" / "python")
     if importlib.util.find_spec("pip") is None and (code := children.run([python, "-m", "ensurepip"], environment)):
         return code
     wanted = own / "requirements.txt"
     write(wanted, "".join(f"{package}\n" for package in function["packages"]))
-    indexes = function.get("pip_index_urls") or ()
-    urls = {"PIP_INDEX_URL": indexes[0], "PIP_EXTRA_INDEX_URL": " ".join(indexes[1:])} if indexes else {}
+    urls = pip_variables(function.get("pip_index_urls") or ())
     # Addresses may have a password in them, and command lines can be read by all.
     options = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
     return children.run([python, "-m", "pip", "install", *options, "-r", str(wanted)], {**environment, **urls})
+
+
+def pip_variables(urls: Sequence[str]) -> dict[str, str]:
+    """What tells pip where packages are: the first is the index, the others are extra ones; without any its own."""
+    extra = {"PIP_EXTRA_INDEX_URL": " ".join(urls[1:])} if len(urls) > 1 else {}
+    return {"PIP_INDEX_URL": urls[0], **extra} if urls else {}
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from copy import deepcopy
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class LocalBackend:
 
     def list_runtimes(self) -> list[Runtime]:
         """All runtimes, by name."""
-        return []
+        return deepcopy(self._runtimes)
 
     def get_runtime_packages(self, runtime: Runtime) -> dict[str, str]:
         """Installed Python packages -> their versions: on this machine those of this very environment."""
@@ -156,26 +157,28 @@ class LocalBackend:
         visible = self._checked(spec)
         directory = self._store.home / "jobs" / f"{spec.name}-UID"
         plans = phases(spec, "UID", directory, {}, devices_of(spec, visible), 0)
-        hidden = {
-            transfer: what.secrets
-            for transfer, what in zip(
-                ("dataset", "model", "exporter"), (spec.dataset, spec.model, spec.exporter), strict=True
-            )
-            if what is not None
-        }
-        names = {name for secret in hidden.values() for name in secret}
+        transfers = [what for what in (spec.dataset, spec.model, spec.exporter) if what is not None]
+        hidden = {name for what in transfers for name in what.secrets} | {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"}
         return [
             {
                 "step": plan.name,
                 "command": list(plan.command),
-                "environment": {
-                    name: _SECRET if name in names or name.startswith("PIP_") else value
-                    for name, value in plan.environment.items()
-                },
+                "environment": {name: _SECRET if name in hidden else value for name, value in plan.environment.items()},
             }
             for phase in plans
             for plan in phase
         ]
+
+    @cached_property
+    def _runtimes(self) -> list[Runtime]:
+        from luthier.jobs.runtimes import builtin
+
+        visible = visible_devices(os.environ)
+        runtimes = builtin("gpu", len(visible)) if visible else builtin("cpu", 1)
+        for runtime in runtimes:
+            if runtime.trainer is not None:
+                runtime.trainer.image = ""  # no containers run here
+        return runtimes
 
     # --- submitting ---------------------------------------------------------------------------------------------------
 
@@ -269,8 +272,7 @@ class LocalBackend:
         )
 
     def _runtime(self, name: str) -> Runtime:
-        known = {runtime.name: runtime for runtime in self.list_runtimes()}
-        return replace(known[name]) if name in known else Runtime(name)
+        return next((deepcopy(runtime) for runtime in self._runtimes if runtime.name == name), Runtime(name))
 
 
 def _step(job: JobRecord, step: StepRecord, spec: dict[str, Any]) -> Step:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from luthier.errors import UserError
-from luthier.jobs.node import JOB_FILE
+from luthier.jobs.node import JOB_FILE, pip_variables
 from luthier.jobs.processes import MARK
 from luthier.jobs.spec import DATASET_STEP, EXPORT_STEP, MODEL_STEP, JobSpec, Transfer, node_step
 
@@ -136,9 +136,8 @@ def phases(
         }
         if own:
             variables[_DEVICES] = ",".join(own)
-        if spec.function is not None and spec.function.pip_index_urls:
-            first, *more = spec.function.pip_index_urls
-            variables |= {"PIP_INDEX_URL": first, "PIP_EXTRA_INDEX_URL": " ".join(more)}
+        if spec.function is not None:
+            variables |= pip_variables(spec.function.pip_index_urls)
         if spec.command is None:
             variables[JOB_FILE] = str(directory / "job.json")
         command = spec.command or (sys.executable, "-m", "luthier.jobs.node")

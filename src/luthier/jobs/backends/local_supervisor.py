@@ -82,6 +82,7 @@ class Supervisor:
         self._store, self._job, self._spec, self._limit = store, job, spec, limit
         self._environment, self._visible = environment, visible
         self._directory = store.directory(job)
+        self._warden = os.getppid()
         self._status = CREATED
         self._wish = RUN
         self._until: float | None = None
@@ -222,6 +223,7 @@ class Supervisor:
                 )
             except OSError as error:
                 out.write(f"{plan.command[0]} cannot be started: {error.strerror}\n".encode())
+                out.flush()
                 self._store.step_ended(self._job.uid, plan.name, FAILED, 127)
                 raise _Failed(self._why(plan.name, 127)) from None
         self._running[process.pid] = plan.name
@@ -264,7 +266,9 @@ class Supervisor:
                 os.read(self._awake, 4096)
         self._reap()
         if self._told is not None:
-            raise _Failed(f"its supervisor was told to stop ({signal.Signals(self._told).name})")
+            name = signal.Signals(self._told).name
+            gone = os.getppid() != self._warden
+            raise _Failed("its warden is gone: it was killed" if gone else f"its supervisor was told to stop ({name})")
 
     def _tell(self, number: int, _: object) -> None:
         self._told = number

@@ -20,7 +20,7 @@ from luthier.jobs.store import DELETE, FINAL, JobRecord, JobStore
 from luthier.jobs.types import FAILED
 
 LOCK = "supervisor.lock"
-GRACE = 10.0
+GRACE = 5.0
 """Seconds from SIGTERM to SIGKILL for the processes of a job that has failed or is to be deleted."""
 
 _PAUSE = 0.05
