@@ -61,7 +61,9 @@ class SourceConfig(Section):
     subset: str | None = None
     """The configuration of a Hub data set."""
     split: str = "train"
-    """The split of a Hub data set."""
+    """Of a Hub data set, or of a directory whose files are named after splits; or a part of one: train[:10%]."""
+    kind: Literal["json", "csv", "parquet", "arrow", "text"] | None = None
+    """Which files of a directory are read; all when left out."""
     format: str | None = None
     """text, instruct, chat, random, or one's own as package.module:Class; told from the columns when left out."""
     column: str | None = None

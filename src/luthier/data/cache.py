@@ -20,7 +20,7 @@ from filelock import FileLock
 
 from luthier.config.sections import DataConfig, SourceConfig
 from luthier.data.prepare import Progress, SourceReader
-from luthier.data.sources import find_files, hub
+from luthier.data.sources import files_of, hub
 from luthier.data.tokenised import COLUMNS, MemoryColumns, Tokenised, Writer, assemble, open_directory, write_meta
 from luthier.errors import DataError
 from luthier.hf.render import Tokenizer
@@ -65,7 +65,7 @@ def tokenise(
         reader.loaded = hub.load(source, data.streaming)
         names = [f"{source.path}[{source.split}]"]
     else:
-        reader.files = find_files(source.path)
+        reader.files = files_of(source)
         names = [str(file) for file in reader.files]
     own_format = source.format is not None and ":" in source.format
     # code of one's own can change without its name changing, and a stream has no content to name

@@ -19,7 +19,7 @@ from luthier.batch import Sample
 from luthier.config.sections import DataConfig, SourceConfig
 from luthier.data.prepare import SourceReader
 from luthier.data.report import DataReport
-from luthier.data.sources import RawRow, find_files, hub
+from luthier.data.sources import RawRow, files_of, hub
 from luthier.errors import DataError
 from luthier.hf.render import Tokenizer
 from luthier.hf.tokenizer import fingerprint
@@ -86,7 +86,7 @@ class StreamRows:
             elif source.format == "random":
                 files = []
             else:
-                reader.files = find_files(source.path)
+                reader.files = files_of(source)
                 files = [[file.name, os.path.getsize(file)] for file in reader.files]
             described.append([source.model_dump(mode="json"), files])
             # a source that cannot be used is found now, and so are the tokens that end turns

@@ -8,7 +8,8 @@ import json
 import os
 from pathlib import Path
 
-from luthier.errors import DataError
+from luthier.data.sources.splits import WHERE, of_split
+from luthier.errors import ConfigError, DataError
 
 COMPRESSIONS = (".gz", ".zst")
 KINDS = {
@@ -27,8 +28,16 @@ KINDS = {
 _NOTES = (".md",)
 """Suffixes that in a directory are taken for notes about the data; named outright they are text."""
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
-_SAVED_DATASET = ("dataset_info.json", _SAVED, _SAVED_SPLITS)
+_SAVED_DATASET = ("dataset_info.json", "dataset_infos.json", _SAVED, _SAVED_SPLITS)
 """What `datasets` writes beside its Arrow files when it saves a data set, or one of several splits."""
+FILE_KINDS = {
+    "json": ("json", "jsonl"),
+    "csv": ("csv",),
+    "parquet": ("parquet",),
+    "arrow": ("arrow",),
+    "text": ("txt",),
+}
+"""`kind` of a source -> how its files are read."""
 
 
 def kind_of(path: Path) -> str | None:
@@ -39,11 +48,13 @@ def kind_of(path: Path) -> str | None:
     return KINDS.get(os.path.splitext(name)[1])
 
 
-def find_files(path: str) -> list[Path]:
+def find_files(path: str, split: str = "train", kind: str | None = None) -> list[Path]:
     """The files that a path means.
 
     Args:
         path: a file, a directory (searched through and through, hidden files left out), or a glob.
+        split: which files of a directory, where their names tell splits apart.
+        kind: one of `FILE_KINDS`: which files of a directory; all when None.
 
     Raises:
         DataError: there is nothing there, or nothing that can be read as rows.
@@ -52,7 +63,15 @@ def find_files(path: str) -> list[Path]:
         raise DataError("no file is named", where="data.*.path", remedy="name a file, a directory or a glob")
     start = Path(path).expanduser()
     if start.is_dir():
-        return _in_directory(start, path)
+        files = _in_directory(start, path)
+        if kind is not None:
+            files = [file for file in files if kind_of(file) in FILE_KINDS[kind]]
+        if not files:
+            raise DataError(f"the directory holds no {kind} file", where=path, remedy="check data.*.kind")
+        return of_split(files, start, split)
+    if split != "train":
+        remedy = "name the directory, or leave the split out"
+        raise ConfigError("only a data set of the Hub (hf://) or a directory has splits", where=WHERE, remedy=remedy)
     if start.exists():
         _require_kind(start)
         return [start]

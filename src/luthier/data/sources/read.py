@@ -15,6 +15,7 @@ from luthier.data.sources.csv_rows import read_csv
 from luthier.data.sources.find import find_files, kind_of
 from luthier.data.sources.json_rows import read_json, read_jsonl
 from luthier.data.sources.origin import Origin
+from luthier.data.sources.splits import parse_split, part_of
 from luthier.data.sources.text_rows import UNITS, read_txt
 from luthier.errors import ConfigError
 
@@ -63,14 +64,21 @@ def read_rows(source: SourceConfig, files: list[Path] | None = None, loaded: Any
     if source.path.startswith(hub.PREFIX):
         rows = hub.read_hub(loaded if loaded is not None else hub.load(source, streaming=True), source)
     else:
-        # the default of `split` stands in every resolved config
-        if source.subset is not None or source.split != "train":
-            name = "split" if source.subset is None else "subset"
-            raise ConfigError("only a data set of the Hub (hf://) has one", where=f"data.*.{name}")
-        unit = text_unit(source)
-        found = files if files is not None else find_files(source.path)
-        rows = (row for file in found for row in read_file(file, unit))
+        if source.subset is not None:
+            raise ConfigError("only a data set of the Hub (hf://) has one", where="data.*.subset")
+        unit, part = text_unit(source), parse_split(source.split)[1]
+        found = files if files is not None else files_of(source)
+        rows = part_of(lambda: (row for file in found for row in read_file(file, unit)), part)
     return itertools.islice(rows, source.rows)
+
+
+def files_of(source: SourceConfig) -> list[Path]:
+    """The files of a source that is not of the Hub.
+
+    Raises:
+        UserError: there is nothing there that can be read.
+    """
+    return find_files(source.path, parse_split(source.split)[0], source.kind)
 
 
 def text_unit(source: SourceConfig) -> str:
