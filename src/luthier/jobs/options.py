@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +185,17 @@ Option = (
     | InheritEnvironment
     | RuntimePatch
 )
+
+
+def patch_object(patch: Any) -> Any:
+    """A patch as its CRD has it: names in camel case, without what was not said."""
+    if isinstance(patch, list):
+        return [patch_object(item) for item in patch]
+    if not is_dataclass(patch):
+        return patch
+    found = {}
+    for known in fields(patch):
+        if (value := getattr(patch, known.name)) is not None:
+            first, *rest = known.name.split("_")
+            found[first + "".join(map(str.capitalize, rest))] = patch_object(value)
+    return found

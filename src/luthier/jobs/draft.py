@@ -1,0 +1,153 @@
+"""The run of a job with a built-in trainer: its runtime's preset, what was fetched, and the config over both."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from luthier.config.presets import Method, Preset
+from luthier.jobs.columns import check_columns, check_template
+from luthier.jobs.convert import AT, CHAT_TEMPLATE, Draft, convert
+from luthier.jobs.spec import DATASET, MODEL, OUTPUT
+from luthier.jobs.trainers import TorchTuneConfig
+from luthier.jobs.transfers import fetched_to, local_path, repository_of
+from luthier.jobs.types import Initializer
+from luthier.jobs.validate import check_layout
+
+if TYPE_CHECKING:
+    from luthier.jobs.build import Asked
+    from luthier.jobs.config import LuthierConfig
+
+_EITHER_OR: dict[tuple[str, ...], str] = {("train", "epochs"): "steps", ("train", "steps"): "epochs"}
+_EITHER_OR |= {("train", "rows_per_step"): "tokens_per_step", ("train", "tokens_per_step"): "rows_per_step"}
+"""Fields that exclude each other: one that is given takes the place of the other."""
+
+
+def drafted(config: TorchTuneConfig | LuthierConfig, preset: Preset | None, asked: Asked, ranks: int | None) -> Draft:
+    """The whole run as plain data, with all that is wrong with it.
+
+    Args:
+        ranks: processes in all; None where that is not known yet.
+    """
+    initializer = asked.initializer or Initializer()
+    if isinstance(config, TorchTuneConfig):
+        method: Method = "lora" if config.peft_config is not None else "full"
+        draft = convert(config, _base(preset, method, ranks, initializer))
+    else:
+        given = config.given()
+        method = "lora" if given.get("adapter") else "full"
+        draft = _laid_over(_base(preset, method, ranks, initializer), given, here=asked.backend != "kubernetes")
+    _check_present(draft, preset, initializer)
+    train = draft.config.setdefault("train", {})
+    if train.get("epochs") is None and train.get("steps") is None and not draft.errors:
+        train["epochs"] = 1  # so that whoever follows the run knows where it ends
+    if not draft.errors:
+        _check(draft, ranks)
+    if not draft.errors and asked.backend == "local":
+        check_columns(draft, local_path(initializer.dataset))
+        check_template(draft, local_path(initializer.model))
+    return draft
+
+
+def _base(preset: Preset | None, method: Method, ranks: int | None, initializer: Initializer) -> dict[str, Any]:
+    base: dict[str, Any] = preset.config(method, ranks) if preset is not None else {}
+    base["output"] = OUTPUT
+    if initializer.model is not None or preset is not None:
+        base["model"] = fetched_to(initializer.model, MODEL)
+    if initializer.dataset is not None or preset is not None:
+        source = {"path": fetched_to(initializer.dataset, DATASET)}
+        usual = preset is not None and (
+            initializer.dataset is None or repository_of(initializer.dataset) == preset.dataset
+        )
+        if preset is not None and usual:
+            source["format"] = preset.format
+        base.setdefault("data", {})["train"] = [source]
+    return base
+
+
+def _check_present(draft: Draft, preset: Preset | None, initializer: Initializer) -> None:
+    if not draft.config.get("model"):
+        draft.refuse("initializer.model", "is missing: the runtime brings no model", "give one, or name its runtime")
+        draft.config["model"] = MODEL
+    if not draft.config.get("data", {}).get("train"):
+        draft.refuse("initializer.dataset", "is missing: the runtime brings no data set", "give one")
+
+
+def _check(draft: Draft, ranks: int | None) -> None:
+    """Read the run as its engine will; every fault is said at the field that its user has written."""
+    from luthier.config.load import check_config
+
+    _, faults = check_config(draft.config)
+    for fault in faults:
+        draft.refuse(_origin(draft, ".".join(fault.path)), fault.what, fault.remedy)
+    if not faults:
+        parallel = draft.config.get("parallel", {})
+        check_layout(parallel, ranks, lambda name: _origin(draft, f"parallel.{name}"), draft.errors)
+
+
+def _origin(draft: Draft, path: str) -> str:
+    """The path of what set a field, or a section around it; the field's own below the trainer's config else."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        if found := draft.origins.get(".".join(parts[:length])):
+            return ".".join([found, *parts[length:]]) if found == f"{AT}.{'.'.join(parts[:length])}" else found
+    return f"{AT}.{path}" if path else AT
+
+
+# --- LuthierConfig ----------------------------------------------------------------------------------------------------
+
+
+def _laid_over(base: dict[str, Any], given: dict[str, Any], *, here: bool) -> Draft:
+    """What was given, over what the runtime says.
+
+    Args:
+        here: whether the nodes see the files of this machine.
+    """
+    draft = Draft(base)
+    if "output" in given:
+        remedy = "leave it out, and take the result elsewhere with an exporter"
+        draft.refuse(f"{AT}.output", "is the workspace's output/ for every job", remedy)
+    if "parallel" in given:
+        draft.config.pop("parallel", None)  # one's own layout does not mix with the catalogue's
+    _merge(draft.config, given, ())
+    if template := draft.config.get("data", {}).get("chat_template"):
+        try:
+            draft.files[CHAT_TEMPLATE] = Path(template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            draft.refuse(f"{AT}.data.chat_template", f'"{template}" cannot be read: {reason}')
+        draft.config["data"]["chat_template"] = CHAT_TEMPLATE
+    if here:
+        _settle_paths(draft.config)
+    return draft
+
+
+def _merge(base: dict[str, Any], given: Mapping[str, Any], path: tuple[str, ...]) -> None:
+    for key, value in given.items():
+        base.pop(_EITHER_OR.get((*path, key), ""), None)
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict) and (*path, key) != ("adapter",):
+            _merge(base[key], value, (*path, key))
+        else:
+            base[key] = value
+
+
+def _settle_paths(config: dict[str, Any]) -> None:
+    """Files of the directory where the job is submitted are meant from wherever it runs."""
+    for section, key in ((config, "model"), (config, "tokenizer"), (config.get("adapter") or {}, "start_from")):
+        if isinstance(value := section.get(key), str):
+            section[key] = _settled(value)
+    data = config.get("data", {})
+    for source in [*(data.get("train") or ()), *(data.get("validation") or ())]:
+        if isinstance(value := source.get("path"), str):
+            source["path"] = _settled(value)
+
+
+def _settled(path: str) -> str:
+    in_workspace = path.split("/")[0] in (DATASET, MODEL)
+    there = (
+        not in_workspace and "://" not in path and (os.path.exists(path) or (glob.has_magic(path) and glob.glob(path)))
+    )
+    return os.path.abspath(path) if there else path

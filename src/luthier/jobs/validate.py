@@ -1,0 +1,277 @@
+"""What can be said to be wrong with a job before anything starts: one sentence each, with its field's path."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from luthier.config.faults import shown
+from luthier.config.suggest import nearest
+from luthier.errors import ConfigError
+
+NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+LONGEST_NAME = 63
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
+_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kKMGTPE]i?)?")
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "None"}
+
+Errors = list[ConfigError]
+
+
+# --- types ----------------------------------------------------------------------------------------------------------
+
+
+def check_types(thing: Any, path: str, errors: Errors) -> None:
+    """Refuse values of another type than their field's. Text is never read as a number, nor 1 as true.
+
+    Args:
+        thing: an instance of one of the SDK's data classes.
+        path: where it stands ("trainer.config").
+        errors: gains a sentence for each.
+    """
+    cls: Any = type(thing)
+    for field, hint in _hints(cls).items():
+        _check(getattr(thing, field), hint, f"{path}.{field}", errors)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    from luthier.jobs.config import LuthierConfig  # checks itself when it is made
+
+    hints = get_type_hints(cls, localns={"LuthierConfig": LuthierConfig})
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+
+
+def _check(value: Any, hint: Any, path: str, errors: Errors) -> None:
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    found: Errors = []
+    for member in members:
+        found = []
+        if _fits(value, member, path, found):
+            errors.extend(found)
+            return
+    expected = [words for member in members if (words := _words(member)) and member is not type(None)]
+    told = f"{', '.join(expected[:-1])} or {expected[-1]}" if len(expected) > 1 else expected[0]
+    errors.append(ConfigError(f"{_summary(value)} is not {told}", where=path))
+
+
+def _fits(value: Any, kind: Any, path: str, errors: Errors) -> bool:
+    """Whether a value is of a kind; what is wrong inside it goes to `errors`."""
+    origin = get_origin(kind) or kind
+    if origin is Any or origin is object:
+        return True
+    if origin is Literal:
+        return value in get_args(kind)
+    if origin is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if origin is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if origin is Callable:
+        return callable(value)
+    if origin in (list, Sequence):
+        if not isinstance(value, list | tuple):
+            return False
+        for number, item in enumerate(value):
+            _check(item, get_args(kind)[0], f"{path}.{number}", errors)
+        return True
+    if origin in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            return False
+        for key, item in value.items():
+            if not isinstance(key, str):
+                errors.append(ConfigError(f"{_summary(key)} is not text", where=path))
+            _check(item, get_args(kind)[1], f"{path}.{key}", errors)
+        return True
+    if not isinstance(value, origin):
+        return False
+    if dataclasses.is_dataclass(value):
+        check_types(value, path, errors)
+    return True
+
+
+def _words(kind: Any) -> str:
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        return " or ".join(map(str, get_args(kind)))
+    if origin in (list, Sequence, tuple):
+        return "a list"
+    if origin in (dict, Mapping):
+        return "a mapping of keys to values"
+    if isinstance(origin, type) and issubclass(origin, Enum):
+        return ""  # its words are text, which is named beside it
+    return _KINDS.get(origin) or f"a {getattr(origin, '__name__', origin)}"
+
+
+def _summary(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "a mapping of keys to values"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if dataclasses.is_dataclass(value):
+        return f"a {type(value).__name__}"
+    return shown(value)
+
+
+# --- names, labels, environment, resources --------------------------------------------------------------------------
+
+
+def check_name(name: str, where: str, errors: Errors) -> None:
+    """Names of jobs are those that Kubernetes takes."""
+    if len(name) > LONGEST_NAME:
+        errors.append(ConfigError(f"has {len(name)} characters, and may have {LONGEST_NAME}", where=where))
+    elif not NAME.fullmatch(name):
+        proper = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-0123456789")
+        remedy = f'"{proper}" would be' if proper else None
+        rule = "lower-case letters, digits and hyphens, a letter first"
+        errors.append(ConfigError(f"{shown(name)} is not a name of {rule}", where=where, remedy=remedy))
+
+
+def check_labels(labels: Mapping[str, str], where: str, errors: Errors) -> None:
+    """Labels by Kubernetes' rules, so that a job means the same on every backend."""
+    for key, value in labels.items():
+        prefix, _, name = key.rpartition("/")
+        if not name or len(name) > LONGEST_NAME or not _LABEL.fullmatch(name) or len(prefix) > 253:
+            errors.append(ConfigError(f"{shown(key)} is not a key of a label", where=where))
+        elif len(value) > LONGEST_NAME or not _LABEL.fullmatch(value):
+            what = f"{shown(value)} is not a value of a label"
+            remedy = "use an annotation for longer texts"
+            errors.append(ConfigError(what, where=f"{where}.{key}", remedy=remedy))
+
+
+def check_environment(env: Mapping[str, str], where: str, errors: Errors) -> None:
+    """Names of variables, but not those by which nodes find each other."""
+    for name in env:
+        if not _VARIABLE.fullmatch(name):
+            errors.append(ConfigError(f"{shown(name)} is not a name of a variable", where=where))
+        elif name.startswith("PET_"):
+            remedy = "leave it out, and say num_nodes and num_procs_per_node"
+            errors.append(ConfigError("is set by whoever starts the nodes", where=f"{where}.{name}", remedy=remedy))
+
+
+def gpus_of(resources: Mapping[str, Any] | None, where: str, errors: Errors) -> int | None:
+    """How many GPUs a node asks for; None where it does not say. Checks the other quantities too."""
+    gpus = None
+    for name, value in (resources or {}).items():
+        at = f"{where}.{name}"
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            errors.append(ConfigError(f"{_summary(value)} is not a quantity", where=at, remedy='write 8 or "64Gi"'))
+        elif not _QUANTITY.fullmatch(str(value)):
+            errors.append(ConfigError(f"{shown(value)} is not a quantity", where=at, remedy='write 8 or "64Gi"'))
+        elif name.lower() == "gpu" or name.lower().endswith("/gpu"):
+            if not str(value).isdigit():
+                errors.append(ConfigError(f"{shown(value)} is not a whole number of GPUs", where=at))
+            else:
+                gpus = int(value)
+    return gpus
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+_SCHEMES = ("hf", "s3", "gs", "https", "file")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """What a URI names.
+
+    Attributes:
+        uri: with its scheme.
+        scheme: one of hf, s3, gs, https, file.
+        repository: of hf: owner/name, without the revision; the bucket or host else; "" of file.
+        path: what is meant in it; "" for all.
+    """
+
+    uri: str
+    scheme: str
+    repository: str
+    path: str
+
+
+def place_of(
+    uri: str, where: str, errors: Errors, schemes: Sequence[str] = _SCHEMES, *, default: str | None = None
+) -> Place | None:
+    """Read a URI; None after an error.
+
+    Args:
+        uri: the URI.
+        where: its field.
+        errors: gains what is wrong.
+        schemes: those that will do here.
+        default: the scheme of a URI without one.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        if default is None or not uri:
+            remedy = "write " + ", ".join(f"{known}://..." for known in schemes)
+            errors.append(ConfigError(f"{shown(uri)} has no scheme", where=where, remedy=remedy))
+            return None
+        scheme, rest, uri = default, uri, f"{default}://{uri}"
+    if scheme not in schemes:
+        meant = nearest(scheme, schemes)
+        told = ", ".join(f"{known}://" for known in schemes)
+        what = f"{scheme}:// is not {' or '.join(told.rsplit(', ', 1))}"
+        errors.append(ConfigError(what, where=where, remedy=f"did you mean {meant}://?" if meant else None))
+        return None
+    return _placed(uri, scheme, rest, where, errors)
+
+
+def _placed(uri: str, scheme: str, rest: str, where: str, errors: Errors) -> Place | None:
+    if scheme == "file":
+        if not rest.startswith("/"):
+            errors.append(ConfigError(f"{shown(uri)} is not absolute", where=where, remedy="write file:///path"))
+            return None
+        return Place(uri, scheme, "", rest)
+    if scheme == "hf":
+        match = re.fullmatch(r"(?:datasets/)?(?P<repository>[\w.-]+/[\w.-]+)(?:@[^/]+)?(?:/(?P<path>.*))?", rest)
+        if match is None:
+            remedy = "write hf://owner/name, and a path behind it where only that is meant"
+            errors.append(ConfigError(f"{shown(uri)} names no repository", where=where, remedy=remedy))
+            return None
+        return Place(uri, scheme, match["repository"], (match["path"] or "").strip("/"))
+    head, _, path = rest.partition("/")
+    if not re.fullmatch(r"[\w.-]+(:\d+)?", head):
+        what = "no host" if scheme == "https" else "no bucket"
+        errors.append(ConfigError(f"{shown(uri)} names {what}", where=where))
+        return None
+    return Place(uri, scheme, head, path.strip("/"))
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+_DATA_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+
+
+def check_layout(parallel: Mapping[str, Any], ranks: int | None, where: Callable[[str], str], errors: Errors) -> None:
+    """Refuse degrees that no such number of processes has.
+
+    Args:
+        parallel: degrees as the YAML has them, whole numbers.
+        ranks: processes in all; None where that is not known yet.
+        where: path of a degree.
+        errors: gains what is wrong.
+    """
+    degrees = {name: parallel.get(name, -1 if name == "dp_shard" else 1) for name in _DATA_DEGREES}
+    if ranks is None or not all(isinstance(degree, int) for degree in degrees.values()):
+        return
+    open_ones = [name for name, degree in degrees.items() if degree == -1]
+    fixed = math.prod(degree for degree in degrees.values() if degree != -1)
+    told = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree not in (1, -1)) or "one process"
+    named = [name for name in degrees if name in parallel]
+    at = where(next((name for name in named if degrees[name] not in (1, -1)), named[0] if named else "dp_shard"))
+    if len(open_ones) > 1 and "dp_shard" in parallel:
+        what = f"{' and '.join(open_ones)} cannot both be whatever is left"
+        errors.append(ConfigError(what, where=where(open_ones[-1]), remedy="give one of them a number"))
+    elif (open_ones and ranks % fixed) or (not open_ones and fixed != ranks):
+        count = "1 process" if ranks == 1 else f"{ranks} processes"
+        verb = "does not divide" if open_ones else f"takes {fixed}, not"
+        remedy = "change the degrees, or num_nodes and num_procs_per_node"
+        errors.append(ConfigError(f"{told} {verb} {count}", where=at, remedy=remedy))
