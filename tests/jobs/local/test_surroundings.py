@@ -163,6 +163,21 @@ def test_each_node_sees_gpus_of_its_own(
     assert devices_of(spec, visible) == given
 
 
+def test_more_nodes_than_gpus_are_refused() -> None:
+    spec = shell("one", "true", num_nodes=2)
+    for processes in (1, "auto"):
+        with pytest.raises(UserError, match=r"^num_nodes: 2 x 1 GPUs are needed, and this machine has one GPU"):
+            devices_of(replace(spec, nproc_per_node=processes), ["0"])
+
+
+def test_a_node_that_asks_for_no_gpu_sees_none(local: LocalBackend) -> None:
+    spec = shell("one", "true", num_nodes=2)
+    shown = [step["environment"].get("CUDA_VISIBLE_DEVICES") for step in local.as_object(spec)]
+    hidden = local.as_object(replace(spec, resources_per_node={"gpu": 0}))
+    assert [step["environment"]["CUDA_VISIBLE_DEVICES"] for step in hidden] == ["", ""]
+    assert "" not in shown
+
+
 def test_what_one_machine_does_not_have_is_refused(local: LocalBackend, home: Path, tmp_path: Path) -> None:
     spec = shell("one", "true")
     refused = {
@@ -172,7 +187,8 @@ def test_what_one_machine_does_not_have_is_refused(local: LocalBackend, home: Pa
         "runtime_patches: jobs of this machine have no pods to patch; leave it out, or submit to Kubernetes": replace(
             spec, runtime_patches=({},)
         ),
-        "resources_per_node.gpu: 2 x 64 GPUs are asked for, and this machine has no GPU; ask for fewer": replace(
+        "resources_per_node.gpu: 2 x 64 GPUs are needed, and this machine has no GPU; ask for fewer; "
+        'resources_per_node={"gpu": 0} trains on the CPU': replace(
             spec, resources_per_node={"gpu": 64}, num_nodes=2, env={"CUDA_VISIBLE_DEVICES": ""}
         ),
     }

@@ -30,6 +30,7 @@ from luthier.jobs.types import CREATED, SUSPENDED, UNKNOWN, Event, Runtime, Step
 from luthier.jobs.wire import packed
 
 _PAUSE = 0.05
+_PIECE = 1 << 20
 _SECRET = "(secret)"
 _OF_SUPERVISOR = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH")
 """All that a supervisor itself sees: an environment can be read from outside."""
@@ -228,21 +229,20 @@ class LocalBackend:
         self._store.wish(job.uid, wish)
 
     def _lines(self, job: JobRecord, path: Path, follow: bool) -> Iterator[str]:
-        rest = b""
+        rest, over = b"", not follow
         with contextlib.ExitStack() as opened:
             log = None
-            over = not follow
             while True:
                 if log is None and path.exists():
                     log = opened.enter_context(path.open("rb"))
-                # Asked before reading: what is written until the job has ended is read after it has.
-                if not over:
+                if not over:  # asked before reading: what is written until the job has ended is read after it has
                     now = self._store.get(job.uid)
                     now = settle(self._store, now) if now is not None else None
                     over = now is None or now.status in FINAL
-                *lines, rest = (rest + (log.read() if log is not None else b"")).split(b"\n")
-                for line in lines:
-                    yield line.decode("utf-8", "replace").rstrip("\r")
+                while log is not None and (piece := log.read(_PIECE)):
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in lines:
+                        yield line.decode("utf-8", "replace").rstrip("\r")
                 if over:
                     break
                 time.sleep(_PAUSE)

@@ -68,13 +68,13 @@ def devices_of(spec: JobSpec, visible: Sequence[str]) -> list[list[str]]:
     elif spec.nproc_per_node != "auto":
         count = spec.nproc_per_node if spec.num_nodes > 1 else len(visible)
     else:
-        count = len(visible) // spec.num_nodes
+        count = max(1, len(visible) // spec.num_nodes)
     if count * spec.num_nodes > len(visible):
         have = {0: "no GPU", 1: "one GPU"}.get(len(visible), f"{len(visible)} GPUs")
         raise UserError(
-            f"{spec.num_nodes} x {count} GPUs are asked for, and this machine has {have}",
-            where="resources_per_node.gpu" if asked is not None else "num_nodes",
-            remedy="ask for fewer",
+            f"{spec.num_nodes} x {count} GPUs are needed, and this machine has {have}",
+            where="num_nodes" if asked is None else "resources_per_node.gpu",
+            remedy='ask for fewer; resources_per_node={"gpu": 0} trains on the CPU',
         )
     return [list(visible[node * count : (node + 1) * count]) for node in range(spec.num_nodes)]
 
@@ -134,7 +134,7 @@ def phases(
             "PET_MASTER_ADDR": LOOPBACK,
             "PET_MASTER_PORT": str(port),
         }
-        if own:
+        if own or (spec.resources_per_node or {}).get("gpu") is not None:
             variables[_DEVICES] = ",".join(own)
         if spec.function is not None:
             variables |= pip_variables(spec.function.pip_index_urls)

@@ -121,15 +121,17 @@ class Supervisor:
     # --- the course of a job ------------------------------------------------------------------------------------------
 
     def _steps(self) -> None:
-        port = free_port()
-        devices = devices_of(self._spec, self._visible)
         if self._spec.command is None:
             write(self._directory / "job.json", job_file(self._spec))
-        for plans in phases(self._spec, self._job.uid, self._directory, self._environment, devices, port):
+        for place in range(len(self._phases())):
             while True:
                 self._await_turn()
-                if self._phase(plans):
+                if self._phase(self._phases()[place]):  # made anew: a port that was free an hour ago may be taken
                     break
+
+    def _phases(self) -> list[list[StepPlan]]:
+        devices = devices_of(self._spec, self._visible)
+        return phases(self._spec, self._job.uid, self._directory, self._environment, devices, free_port())
 
     def _await_turn(self) -> None:
         """Wait until the job may run."""
@@ -191,8 +193,7 @@ class Supervisor:
     def _suspend(self) -> None:
         """Ask the steps to stop, and see that they do."""
         for pid in self._running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+            _pass_on(pid, signal.SIGTERM)
         until = time.monotonic() + SUSPEND_GRACE
         while self._running and time.monotonic() < until:
             self._wait()
@@ -312,7 +313,7 @@ def _warden(home: Path, uid: str, given: Mapping[str, object], limit: int, speak
         _be(lambda: _supervise(home, uid, given, limit, speak, warden))
     os.close(speak)
     given = {}  # with its secrets
-    signal.signal(signal.SIGTERM, lambda number, _: os.kill(supervisor, number))
+    signal.signal(signal.SIGTERM, lambda number, _: _pass_on(supervisor, number))
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while True:
@@ -339,6 +340,11 @@ def _supervise(home: Path, uid: str, given: Mapping[str, object], limit: int, sp
     os.write(speak, _READY)
     os.close(speak)
     supervisor.run()
+
+
+def _pass_on(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _reap_all() -> None:

@@ -64,7 +64,7 @@ def remove(store: JobStore, job: JobRecord) -> None:
             _end_minders(job)
         time.sleep(_PAUSE)
     try:
-        _erase(store, job, directory)
+        _erase(store, store.get(job.uid) or job, directory)
     finally:
         if lock is not None:
             os.close(lock)
