@@ -1,0 +1,256 @@
+"""`TrainerClient`: builds and checks jobs, and hands them to a backend. It keeps nothing: any client sees all jobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property
+from typing import Any, Literal, overload
+
+from luthier.errors import ConfigError, UserError
+from luthier.jobs.backends.base import Backend
+from luthier.jobs.options import (
+    BackendConfig,
+    KubernetesBackendConfig,
+    LocalBackendConfig,
+    Option,
+    SlurmBackendConfig,
+)
+from luthier.jobs.runtimes import find
+from luthier.jobs.spec import JobSpec, node_step
+from luthier.jobs.trainers import Trainer
+from luthier.jobs.types import (
+    COMPLETE,
+    FAILED,
+    STATUSES,
+    Event,
+    Initializer,
+    ModelExporter,
+    Runtime,
+    TrainJob,
+)
+
+_LAST_LINES = 20
+"""Of the log of a step that failed, in the error that says so."""
+
+
+class JobFailedError(UserError, RuntimeError):
+    """A job that was waited for has failed; says why, with the last lines of the step's log."""
+
+
+class JobTimeoutError(UserError, TimeoutError):
+    """A job has not reached the status that was waited for in time."""
+
+
+class TrainerClient:
+    """Trains models as jobs.
+
+    Args:
+        backend_config: where jobs run; on this machine when None.
+
+    >>> TrainerClient().train(runtime="luthier-qwen2.5-0.5b", dry_run=True).recipe
+    'full_finetune_single_device'
+    """
+
+    def __init__(self, backend_config: BackendConfig | None = None) -> None:
+        config = backend_config if backend_config is not None else LocalBackendConfig()
+        if not isinstance(config, LocalBackendConfig | KubernetesBackendConfig | SlurmBackendConfig):
+            what = f"{type(config).__name__} is not LocalBackendConfig, KubernetesBackendConfig or SlurmBackendConfig"
+            raise ConfigError(what, where="backend_config")
+        self._config = config
+
+    @cached_property
+    def backend(self) -> Backend:
+        """Who runs the jobs."""
+        match self._config:
+            case LocalBackendConfig():
+                from luthier.jobs.backends.local import LocalBackend
+
+                return LocalBackend(self._config)
+            case KubernetesBackendConfig():
+                from luthier.jobs.backends.kubernetes import KubernetesBackend
+
+                return KubernetesBackend(self._config)
+            case _:
+                from luthier.jobs.backends.slurm import SlurmBackend
+
+                return SlurmBackend(self._config)
+
+    # --- runtimes -----------------------------------------------------------------------------------------------------
+
+    def list_runtimes(self) -> list[Runtime]:
+        """All runtimes, by name."""
+        return sorted(self.backend.list_runtimes(), key=lambda runtime: runtime.name)
+
+    def get_runtime(self, name: str) -> Runtime:
+        """One runtime; the names of KEP-2401 (`torchtune-llama3.2-1b`) mean the same models.
+
+        Raises:
+            UserError: there is none of that name.
+        """
+        return find(name, self.list_runtimes())
+
+    def get_runtime_packages(self, runtime: Runtime | str) -> dict[str, str]:
+        """Installed Python packages of a runtime -> their versions."""
+        name = runtime.name if isinstance(runtime, Runtime) else runtime
+        return self.backend.get_runtime_packages(self.get_runtime(name))
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    @overload
+    def train(
+        self,
+        runtime: str | Runtime | None = None,
+        initializer: Initializer | None = None,
+        trainer: Trainer | None = None,
+        options: Sequence[Option] | None = None,
+        *,
+        exporter: ModelExporter | None = None,
+        dry_run: Literal[False] = False,
+    ) -> str: ...
+
+    @overload
+    def train(
+        self,
+        runtime: str | Runtime | None = None,
+        initializer: Initializer | None = None,
+        trainer: Trainer | None = None,
+        options: Sequence[Option] | None = None,
+        *,
+        exporter: ModelExporter | None = None,
+        dry_run: Literal[True],
+    ) -> JobSpec: ...
+
+    def train(
+        self,
+        runtime: str | Runtime | None = None,
+        initializer: Initializer | None = None,
+        trainer: Trainer | None = None,
+        options: Sequence[Option] | None = None,
+        *,
+        exporter: ModelExporter | None = None,
+        dry_run: bool = False,
+    ) -> str | JobSpec:
+        """Submit a job.
+
+        Args:
+            runtime: its blueprint, or the name of one. Left out, `luthier` for a built-in trainer, which then needs an
+                initializer for model and data, and `torch-distributed` for a function.
+            initializer: what is fetched first; the runtime's own model and data set where it says nothing.
+            trainer: what the nodes do; the runtime's own fine-tune when left out.
+            options: name, labels, deadline, ...
+            exporter: where the result goes; it stays in the job's workspace when left out.
+            dry_run: check everything, start nothing, and return what would run.
+
+        Returns:
+            the job's name; of a dry run its spec.
+
+        Raises:
+            UserError: all that is wrong, a sentence for each.
+        """
+        from luthier.jobs.build import Asked, build
+
+        spec = build(
+            Asked(self._kind, self.list_runtimes(), runtime, initializer, trainer, tuple(options or ()), exporter)
+        )
+        if dry_run:
+            return spec
+        self.backend.submit(spec)
+        return spec.name
+
+    def list_jobs(self, runtime: Runtime | str | None = None) -> list[TrainJob]:
+        """All jobs, or those of one runtime, the oldest first."""
+        name = runtime.name if isinstance(runtime, Runtime) else runtime
+        return [job for job in self.backend.list_jobs() if name is None or job.runtime.name == name]
+
+    def get_job(self, name: str) -> TrainJob:
+        """One job as it is now.
+
+        Raises:
+            UserError: there is none of that name.
+        """
+        return self.backend.get_job(name)
+
+    def get_job_logs(self, name: str, step: str = node_step(0), follow: bool | None = False) -> Iterator[str]:
+        """Lines of a step's log; with `follow` each as soon as it is written, until the job has ended.
+
+        Args:
+            name: of the job.
+            step: "node-0", "dataset-initializer", "model-initializer", "exporter".
+            follow: whether to wait for more.
+
+        Raises:
+            UserError: there is no such job, or the job has no such step.
+        """
+        return self.backend.get_job_logs(name, step, follow=bool(follow))
+
+    def get_job_events(self, name: str) -> list[Event]:
+        """What has happened to a job, the oldest first."""
+        return self.backend.get_job_events(name)
+
+    def wait_for_job_status(
+        self,
+        name: str,
+        status: Collection[str] = frozenset({COMPLETE}),
+        timeout: float = 600,
+        polling_interval: float = 2,
+        callbacks: Sequence[Callable[[TrainJob], None]] | None = None,
+    ) -> TrainJob:
+        """Wait until a job is in one of some statuses.
+
+        Args:
+            name: of the job.
+            status: Created, Running, Complete, Failed or Suspended; one, or several of them.
+            timeout: seconds.
+            polling_interval: seconds between two looks.
+            callbacks: called with the job at every look.
+
+        Raises:
+            JobFailedError: it failed, and that was not waited for; ends with the last lines of the step that did.
+            JobTimeoutError: the time is over.
+            UserError: there is no such job, or no such status, or the job has ended otherwise.
+        """
+        wanted = {status} if isinstance(status, str) else set(status)
+        if not wanted or not wanted <= set(STATUSES):
+            told = ", ".join(sorted(wanted - set(STATUSES))) or "nothing"
+            raise ConfigError(f"{told} is not a status", where="status", remedy=f"there are {', '.join(STATUSES)}")
+        if polling_interval <= 0 or timeout <= 0 or polling_interval > timeout:
+            what = "must be more than 0, and no more than timeout"
+            raise ConfigError(what, where="polling_interval")
+        end = time.monotonic() + timeout
+        while True:
+            job = self.get_job(name)
+            for callback in callbacks or ():
+                callback(job)
+            if job.status in wanted:
+                return job
+            if job.status == FAILED:
+                raise self._failure(job)
+            if job.status == COMPLETE:
+                raise UserError(f"has ended as {COMPLETE}, and will not be {' or '.join(sorted(wanted))}", where=name)
+            rest = end - time.monotonic()
+            if rest <= 0:
+                what = f"is {job.status} after {timeout:g} seconds, not {' or '.join(sorted(wanted))}"
+                raise JobTimeoutError(what, where=name, remedy="wait longer, or look at its logs")
+            time.sleep(min(polling_interval, rest))
+
+    def delete_job(self, name: str) -> None:
+        """End a job's processes, wait until they are gone, and forget it.
+
+        Raises:
+            UserError: there is none of that name.
+        """
+        self.backend.delete_job(name)
+
+    def _failure(self, job: TrainJob) -> JobFailedError:
+        what = f"has failed: {job.message}" if job.message else "has failed"
+        step = next((step.name for step in job.steps if step.status == FAILED), None)
+        lines = list(self.get_job_logs(job.name, step))[-_LAST_LINES:] if step is not None else []
+        told = [f"{what}; the last lines of {step}:", *lines] if lines else [what]
+        return JobFailedError("\n".join(told), where=job.name)
+
+    @property
+    def _kind(self) -> Any:
+        return {LocalBackendConfig: "local", KubernetesBackendConfig: "kubernetes", SlurmBackendConfig: "slurm"}[
+            type(self._config)
+        ]
