@@ -23,7 +23,7 @@ FLOORS = [
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 BESIDE = {"jobs": {"config", "launch", "errors"}}
-"""Rooms beside the house, and all that they may import."""
+"""Rooms beside the house, and all that they may import; of the house the command's front door knows them."""
 
 NO_CODE = {"demo"}
 """Directories that hold data."""
@@ -101,7 +101,7 @@ def test_imports_go_down(path: Path) -> None:
         if home in BESIDE:
             assert other in BESIDE[home], f"{name(path)}:{line}: {home} may not import {other}"
         else:
-            below = other in FLOOR and FLOOR[other] < FLOOR[home]
+            below = (other in FLOOR and FLOOR[other] < FLOOR[home]) or (other in BESIDE and home == "cli")
             ground = FLOOR.get(other) == 0 == FLOOR[home] and other == "errors"
             assert below or ground, f"{name(path)}:{line}: {home} may not import {other}"
 

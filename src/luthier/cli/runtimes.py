@@ -1,0 +1,43 @@
+"""`luthier runtimes`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from luthier.cli.frame import Answer, JsonOption, verb
+from luthier.cli.jobs import BackendOption, BackendSettings, client_of
+from luthier.jobs.types import Runtime
+
+app = verb("runtimes")
+
+HEAD = ("Runtime", "Trainer Type", "Framework", "Pretrained Model", "Accelerator", "Count")
+_TYPES = {"BuiltinTrainer": "builtin-trainer", "CustomTrainer": "custom-trainer"}
+
+
+@app.command()
+def runtimes(backend: BackendOption = "local", settings: BackendSettings = None, as_json: JsonOption = False) -> Answer:
+    """List what `luthier jobs submit --runtime` takes."""
+    found = client_of(backend, settings).list_runtimes()
+    return Answer({"runtimes": found}, table(HEAD, [_row(runtime) for runtime in found]))
+
+
+def _row(runtime: Runtime) -> list[str]:
+    own = runtime.trainer
+    if own is None:
+        return [runtime.name, *["<undefined>"] * (len(HEAD) - 1)]
+    kind = _TYPES.get(str(own.trainer_type), str(own.trainer_type))
+    return [
+        runtime.name,
+        kind,
+        str(own.framework),
+        runtime.pretrained_model or "<undefined>",
+        own.device,
+        str(own.device_count),
+    ]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Aligned columns."""
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    for row in [head, *rows]:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
