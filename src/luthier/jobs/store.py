@@ -26,6 +26,7 @@ from typing import Any
 
 from luthier.errors import UserError
 from luthier.jobs.locks import locked
+from luthier.jobs.messages import duplicate
 from luthier.jobs.spec import JobSpec
 from luthier.jobs.types import COMPLETE, CREATED, FAILED, RUNNING, SUSPENDED
 from luthier.jobs.wire import described
@@ -272,9 +273,7 @@ class JobStore:
                 )
                 _tell(connection, uid, None, "Submitted", f"{spec.name} has been taken")
         except sqlite3.IntegrityError:
-            raise UserError(
-                "there is a job of this name already", where=spec.name, remedy="delete it, or choose another name"
-            ) from None
+            raise duplicate(spec.name) from None
         job = self.get(uid)
         assert job is not None
         return job

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from copy import deepcopy
 from datetime import UTC, datetime
@@ -19,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from luthier.errors import UserError
-from luthier.jobs.backends.local_steps import clean_environment, devices_of, last_lines, phases, visible_devices
+from luthier.jobs.backends.local_steps import clean_environment, devices_of, phases, visible_devices
 from luthier.jobs.backends.local_upkeep import LOCK, remove, settle
 from luthier.jobs.locks import take
+from luthier.jobs.logs import last_lines, tail
+from luthier.jobs.messages import has_ended, unknown_job, unknown_step
 from luthier.jobs.options import LocalBackendConfig
 from luthier.jobs.progress import read_progress
 from luthier.jobs.spec import OUTPUT, JobSpec
@@ -29,8 +29,6 @@ from luthier.jobs.store import FINAL, RUN, SUSPEND, JobRecord, JobStore, StepRec
 from luthier.jobs.types import CREATED, SUSPENDED, UNKNOWN, Event, Runtime, Step, TrainJob
 from luthier.jobs.wire import packed
 
-_PAUSE = 0.05
-_PIECE = 1 << 20
 _SECRET = "(secret)"
 _OF_SUPERVISOR = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH")
 """All that a supervisor itself sees: an environment can be read from outside."""
@@ -113,7 +111,7 @@ class LocalBackend:
         job = self._find(name)
         steps = [known.name for known in job.steps]
         if step not in steps:
-            raise UserError(f'has no step "{step}"', where=name, remedy=f"it has {', '.join(steps)}")
+            raise unknown_step(name, step, steps)
         return self._lines(job, self._store.directory(job) / "logs" / f"{step}.txt", follow)
 
     def get_job_events(self, name: str) -> list[Event]:
@@ -219,35 +217,24 @@ class LocalBackend:
         job = self._store.find(name)
         job = settle(self._store, job) if job is not None else None
         if job is None:
-            raise UserError("there is no job of this name", where=name, remedy="list_jobs() has the names of all")
+            raise unknown_job(name)
         return job
 
     def _wish(self, name: str, wish: str) -> None:
         job = self._find(name)
         if job.status in FINAL:
-            raise UserError(f"has ended ({job.status})", where=name, remedy="submit it under another name")
+            raise has_ended(name, job.status)
         self._store.wish(job.uid, wish)
 
     def _lines(self, job: JobRecord, path: Path, follow: bool) -> Iterator[str]:
-        rest, over = b"", not follow
-        with contextlib.ExitStack() as opened:
-            log = None
-            while True:
-                if log is None and path.exists():
-                    log = opened.enter_context(path.open("rb"))
-                if not over:  # asked before reading: what is written until the job has ended is read after it has
-                    now = self._store.get(job.uid)
-                    now = settle(self._store, now) if now is not None else None
-                    over = now is None or now.status in FINAL
-                while log is not None and (piece := log.read(_PIECE)):
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in lines:
-                        yield line.decode("utf-8", "replace").rstrip("\r")
-                if over:
-                    break
-                time.sleep(_PAUSE)
-        if rest:
-            yield rest.decode("utf-8", "replace")
+        def over() -> bool:
+            if not follow:
+                return True
+            now = self._store.get(job.uid)
+            now = settle(self._store, now) if now is not None else None
+            return now is None or now.status in FINAL
+
+        return tail(path, over)
 
     def _train_job(self, job: JobRecord) -> TrainJob:
         spec, message = job.spec, job.message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
@@ -60,9 +59,9 @@ def devices_of(spec: JobSpec, visible: Sequence[str]) -> list[list[str]]:
     Raises:
         UserError: there are fewer than asked for.
     """
-    asked = (spec.resources_per_node or {}).get("gpu")
+    asked = gpus_asked(spec)
     if asked is not None:
-        count = int(asked)
+        count = asked
     elif not visible:
         count = 0
     elif spec.nproc_per_node != "auto":
@@ -77,6 +76,13 @@ def devices_of(spec: JobSpec, visible: Sequence[str]) -> list[list[str]]:
             remedy='ask for fewer; resources_per_node={"gpu": 0} trains on the CPU',
         )
     return [list(visible[node * count : (node + 1) * count]) for node in range(spec.num_nodes)]
+
+
+def gpus_asked(spec: JobSpec) -> int | None:
+    """GPUs that each node asks for; None where it does not say."""
+    resources = spec.resources_per_node or {}
+    named = [int(value) for name, value in resources.items() if name.lower() == "gpu" or name.lower().endswith("/gpu")]
+    return sum(named) if named else None
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[str]:
@@ -134,7 +140,7 @@ def phases(
             "PET_MASTER_ADDR": LOOPBACK,
             "PET_MASTER_PORT": str(port),
         }
-        if own or (spec.resources_per_node or {}).get("gpu") is not None:
+        if own or gpus_asked(spec) is not None:
             variables[_DEVICES] = ",".join(own)
         if spec.function is not None:
             variables |= pip_variables(spec.function.pip_index_urls)
@@ -176,15 +182,3 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-
-
-def last_lines(log: Path, count: int = 12, most: int = 4000) -> str:
-    """The end of a log, for a message."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * most))
-            text = file.read().decode("utf-8", "replace")
-    except FileNotFoundError:
-        return ""
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    return "\n".join(lines[-count:])[-most:]

@@ -23,9 +23,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from luthier.jobs.backends.local_steps import StepPlan, devices_of, free_port, job_file, last_lines, phases
+from luthier.jobs.backends.local_steps import StepPlan, devices_of, free_port, job_file, phases
 from luthier.jobs.backends.local_upkeep import GRACE, settle
 from luthier.jobs.files import lay, write
+from luthier.jobs.logs import last_lines
 from luthier.jobs.processes import adopt_orphans, descendants, dying_with, end
 from luthier.jobs.spec import JobSpec
 from luthier.jobs.store import DELETE, FINAL, RUN, SUSPEND, JobStore
