@@ -20,6 +20,8 @@ MARK = "LUTHIER_JOB_UID"
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PAUSE = 0.02
+_PATIENCE = 30.0
+"""Seconds that a process may take to die of SIGKILL; one with much memory takes some."""
 _CLOCK = 2.0
 """Seconds by which the system's idea of when a process began may differ from when we noted it."""
 
@@ -85,24 +87,28 @@ def _within(process: psutil.Process, sessions: Mapping[int, float]) -> bool:
     return bool(abs(after) < _CLOCK if is_first else after > -_CLOCK)
 
 
-def end(find: Callable[[], list[psutil.Process]], grace: float, tick: Callable[[], object] = lambda: None) -> None:
+def end(find: Callable[[], list[psutil.Process]], grace: float, tick: Callable[[], object] = lambda: None) -> list[int]:
     """End processes and wait until they are gone: SIGTERM, then SIGKILL for what is left.
 
     Args:
         find: gives those that there are now. It is asked until it gives none, so that what they start dies too.
         grace: seconds between the two.
         tick: called while waiting: a parent reaps its children there.
+
+    Returns:
+        process ids of those that the system cannot end, as when they hang inside the kernel.
     """
     until = time.monotonic() + grace
     told: set[tuple[int, float]] = set()
     while True:
         tick()
         alive = [process for process in find() if _alive(process)]
-        if not alive:
-            return
+        now = time.monotonic()
+        if not alive or now > until + _PATIENCE:
+            return [process.pid for process in alive]
         for process in alive:
             try:
-                if time.monotonic() >= until:
+                if now >= until:
                     process.kill()
                 elif (identity := (process.pid, process.create_time())) not in told:
                     told.add(identity)

@@ -10,7 +10,7 @@ import pytest
 
 from luthier.errors import UserError
 from luthier.jobs.backends.local import LocalBackend
-from luthier.jobs.spec import Function, JobSpec
+from luthier.jobs.spec import Function, JobSpec, Transfer
 from luthier.jobs.types import COMPLETE, CREATED, FAILED, RUNNING, SUSPENDED
 from tests.jobs.local.world import Gate, backend, ended, log, record, shell, until
 
@@ -31,6 +31,29 @@ def test_a_job_leaves_its_log_its_files_and_when_what_happened(local: LocalBacke
         "Submitted", "Running", "Started", "Complete", "Complete",
     ]  # fmt: skip
     assert (home / "jobs" / f"one-{record(home, 'one').uid}" / "workspace" / "result").read_text() == "7\n"
+
+
+def test_initializers_come_before_nodes(local: LocalBackend, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "base").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "base" / name).write_text("{}")
+    there = {name: Transfer({"STORAGE_URI": (tmp_path / name).as_uri()}) for name in ("data", "base", "nothing")}
+    script = "cat dataset/rows.jsonl model/config.json"
+    local.submit(shell("good", script, dataset=there["data"], model=there["base"], num_nodes=2))
+    job = ended(local, "good")
+    assert job.status == COMPLETE, job.message
+    assert [(step.name, step.status) for step in job.steps] == [
+        ("dataset-initializer", COMPLETE), ("model-initializer", COMPLETE), ("node-0", COMPLETE), ("node-1", COMPLETE),
+    ]  # fmt: skip
+    data, model, *nodes = job.steps
+    assert max(time_of(data.ended), time_of(model.ended)) <= min(time_of(node.started) for node in nodes)
+    assert log(local, "good", "node-1") == ['{"text": "a"}', "{}"]
+    local.submit(shell("bad", "true", dataset=there["nothing"]))
+    job = ended(local, "bad")
+    assert [(step.status, step.exit_code) for step in job.steps] == [(FAILED, 2), (CREATED, None)]
+    assert "there is nothing there" in job.message
 
 
 def time_of(moment: datetime | None) -> datetime:

@@ -11,7 +11,7 @@ import pytest
 from luthier.jobs.backends.local import LocalBackend
 from luthier.jobs.spec import JobSpec
 from luthier.jobs.store import JobStore
-from luthier.jobs.types import COMPLETE, FAILED, SUSPENDED
+from luthier.jobs.types import COMPLETE, SUSPENDED
 from tests.jobs.local.world import ended, log, record, until
 
 ROWS = [
@@ -56,15 +56,6 @@ def test_two_nodes_train_one_model(local: LocalBackend, home: Path, tmp_path: Pa
     output = JobStore(home).directory(record(home, "tune")) / "workspace" / "output"
     assert (output / "export" / "model.safetensors").is_file()
     assert "2 ranks" in (output / "log.txt").read_text()
-
-
-def test_a_mistake_of_the_run_is_the_jobs_message(local: LocalBackend, tmp_path: Path) -> None:
-    local.submit(run(tmp_path, 1, model="debug:no-such-model"))
-    job = ended(local, "tune")
-    assert job.status == FAILED
-    first, last = job.message.splitlines()
-    assert first == "node-0 left with exit code 2:"
-    assert last.startswith("error: model: Transformers has no causal model type 'no-such-model'")
 
 
 def test_a_suspended_run_goes_on_from_where_it_was(local: LocalBackend, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from luthier.errors import UserError
 from luthier.jobs.locks import take
 from luthier.jobs.processes import end, of_job
 from luthier.jobs.store import DELETE, FINAL, JobRecord, JobStore
@@ -55,7 +56,11 @@ def settle(store: JobStore, job: JobRecord) -> JobRecord | None:
 
 
 def remove(store: JobStore, job: JobRecord) -> None:
-    """End a job's processes, wait until they are gone, and forget it."""
+    """End a job's processes, wait until they are gone, and forget it.
+
+    Raises:
+        UserError: one of them cannot be ended.
+    """
     store.wish(job.uid, DELETE)
     directory = store.directory(job)
     patience = time.monotonic() + GRACE + _SLACK
@@ -76,13 +81,15 @@ def _lock(directory: Path) -> int | None:
     return None
 
 
-def _end(job: JobRecord) -> None:
+def _end(job: JobRecord) -> list[int]:
     sessions = {step.pid: step.started for step in job.steps if step.pid is not None and step.started is not None}
-    end(lambda: of_job(job.uid, sessions), grace=0.0)
+    return end(lambda: of_job(job.uid, sessions), grace=0.0)
 
 
 def _erase(store: JobStore, job: JobRecord, directory: Path) -> None:
-    _end(job)
+    if left := _end(job):
+        what = f"{'process' if len(left) == 1 else 'processes'} {', '.join(map(str, left))} cannot be ended"
+        raise UserError(what, where=job.name, remedy="delete it again later; the machine may need a restart")
     with contextlib.suppress(FileNotFoundError):  # another does the same
         shutil.rmtree(directory)
     store.remove(job.uid)
