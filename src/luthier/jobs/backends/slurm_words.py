@@ -1,0 +1,74 @@
+"""The steps of a Slurm job as its script notes them: the accounting may be off, and knows nothing of our steps."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from luthier.jobs.backends.slurm_script import STEPS
+from luthier.jobs.backends.slurm_step import NODE
+from luthier.jobs.spec import DATASET_STEP, EXPORT_STEP, MODEL_STEP
+from luthier.jobs.types import COMPLETE, CREATED, FAILED, RUNNING, SUSPENDED, UNKNOWN, Step
+
+
+class Word:
+    """A line of `STEPS`: a step has started, or has ended with a code."""
+
+    def __init__(self, line: str) -> None:
+        time_, attempt, self.step, what = line.split()
+        self.time, self.attempt = float(time_), int(attempt)
+        self.code = int(what) if what != "started" else None
+
+
+def read_words(directory: Path) -> list[Word]:
+    try:
+        text = (directory / STEPS).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    *whole, _ = text.split("\n")  # the last line is not written to its end yet
+    return [Word(line) for line in whole]
+
+
+def step_names(spec: dict[str, Any]) -> list[str]:
+    transfers = (DATASET_STEP, "dataset"), (MODEL_STEP, "model")
+    nodes = [f"node-{number}" for number in range(spec["num_nodes"])]
+    return [
+        *(step for step, field in transfers if spec[field] is not None),
+        *nodes,
+        *([EXPORT_STEP] if spec["exporter"] is not None else []),
+    ]
+
+
+def steps_of(name: str, spec: dict[str, Any], words: list[Word], job: str) -> list[Step]:
+    """The steps as the script noted them last; srun tells of all nodes at once."""
+    gpus = (spec["resources_per_node"] or {}).get("gpu", 0)
+    processes = spec["nproc_per_node"] if spec["nproc_per_node"] != "auto" else max(1, int(gpus))
+    found = []
+    for step in step_names(spec):
+        is_node = step.startswith("node-")
+        own = [word for word in words if word.step == (NODE if is_node else step)]
+        started = next((word for word in reversed(own) if word.code is None), None)
+        ended = own[-1] if own and own[-1].code is not None else None
+        status = CREATED
+        if ended is not None:
+            status = COMPLETE if ended.code == 0 else FAILED
+        elif started is not None:
+            status = FAILED if job == FAILED else job if job == SUSPENDED else RUNNING
+        found.append(
+            Step(
+                name=step,
+                status=status,
+                pod_name=f"{name}-{step}",
+                device=("gpu" if gpus else "cpu") if is_node else UNKNOWN,
+                device_count=str(gpus or processes) if is_node else UNKNOWN,
+                started=when(started.time) if started is not None else None,
+                ended=when(ended.time) if ended is not None else None,
+                exit_code=ended.code if ended is not None else None,
+            )
+        )
+    return found
+
+
+def when(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
