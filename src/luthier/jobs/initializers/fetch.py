@@ -53,8 +53,10 @@ def fetch(source: Source, target: Path, *, ignore: Iterable[str], allow: Iterabl
     except Timeout:
         say(f"{target.name}: another process is fetching; waiting for it")
         lock.acquire()
-    with lock:
+    try:
         _Fetch(source, target, list(ignore), None if allow is None else list(allow)).run(check)
+    finally:
+        lock.release()
 
 
 class _Fetch:
@@ -152,7 +154,7 @@ class _Fetch:
         whole.parent.mkdir(parents=True, exist_ok=True)
         with part.open("a+b") as file:
             if entry.size is not None and file.tell() > entry.size:
-                file.truncate(0)
+                _empty(file)
             began = file.tell()
             self.progress.add(began, here=True)
             self._fill(entry, file)
@@ -160,7 +162,7 @@ class _Fetch:
                 if began == 0:
                     raise self._wrong(entry)
                 self.progress.add(-file.tell())  # what an earlier run left may be at fault
-                file.truncate(0)
+                _empty(file)
                 self._fill(entry, file)
                 if not self._right(entry, file):
                     raise self._wrong(entry)
@@ -192,7 +194,7 @@ class _Fetch:
                 raise StorageError("stopped", where=self.source.place.uri)
             if isinstance(chunk, str):
                 self.progress.add(-file.tell())
-                file.truncate(0)
+                _empty(file)
                 continue
             file.write(chunk)
             self.progress.add(len(chunk))
@@ -265,6 +267,11 @@ def sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _empty(file: IO[bytes]) -> None:
+    file.seek(0)
+    file.truncate()
 
 
 def _identity(place: Place, ignore: list[str], allow: list[str] | None) -> dict[str, Any]:
