@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from luthier.config.faults import shown
-from luthier.config.suggest import nearest
 from luthier.errors import ConfigError
 
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -216,10 +215,8 @@ def place_of(
             return None
         scheme, rest, uri = default, uri, f"{default}://{uri}"
     if scheme not in schemes:
-        meant = nearest(scheme, schemes)
         told = ", ".join(f"{known}://" for known in schemes)
-        what = f"{scheme}:// is not {' or '.join(told.rsplit(', ', 1))}"
-        errors.append(ConfigError(what, where=where, remedy=f"did you mean {meant}://?" if meant else None))
+        errors.append(ConfigError(f"{scheme}:// is not {' or '.join(told.rsplit(', ', 1))}", where=where))
         return None
     return _placed(uri, scheme, rest, where, errors)
 
@@ -247,7 +244,7 @@ def _placed(uri: str, scheme: str, rest: str, where: str, errors: Errors) -> Pla
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
-_DATA_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
 
 
 def check_layout(parallel: Mapping[str, Any], ranks: int | None, where: Callable[[str], str], errors: Errors) -> None:
@@ -259,19 +256,30 @@ def check_layout(parallel: Mapping[str, Any], ranks: int | None, where: Callable
         where: path of a degree.
         errors: gains what is wrong.
     """
-    degrees = {name: parallel.get(name, -1 if name == "dp_shard" else 1) for name in _DATA_DEGREES}
+    degrees = {name: parallel.get(name, -1 if name == "dp_shard" else 1) for name in _DEGREES}
     if ranks is None or not all(isinstance(degree, int) for degree in degrees.values()):
         return
     open_ones = [name for name, degree in degrees.items() if degree == -1]
-    fixed = math.prod(degree for degree in degrees.values() if degree != -1)
-    told = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree not in (1, -1)) or "one process"
-    named = [name for name in degrees if name in parallel]
-    at = where(next((name for name in named if degrees[name] not in (1, -1)), named[0] if named else "dp_shard"))
-    if len(open_ones) > 1 and "dp_shard" in parallel:
+    if len(open_ones) > 1 and "dp_shard" in open_ones and "dp_shard" not in parallel:  # its default gives way
+        degrees["dp_shard"] = 1
+        open_ones.remove("dp_shard")
+    if len(open_ones) > 1:
         what = f"{' and '.join(open_ones)} cannot both be whatever is left"
         errors.append(ConfigError(what, where=where(open_ones[-1]), remedy="give one of them a number"))
-    elif (open_ones and ranks % fixed) or (not open_ones and fixed != ranks):
+        return
+    experts = degrees.pop("ep")
+    fixed = math.prod(degree for degree in degrees.values() if degree != -1)
+    is_open = -1 in degrees.values()
+    told = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree not in (1, -1)) or "one process"
+    if (is_open and ranks % fixed) or (not is_open and fixed != ranks):
+        at = next((name for name in degrees if name in parallel and degrees[name] not in (1, -1)), "dp_shard")
         count = "1 process" if ranks == 1 else f"{ranks} processes"
-        verb = "does not divide" if open_ones else f"takes {fixed}, not"
+        verb = "does not divide" if is_open else f"takes {fixed}, not"
         remedy = "change the degrees, or num_nodes and num_procs_per_node"
-        errors.append(ConfigError(f"{told} {verb} {count}", where=at, remedy=remedy))
+        errors.append(ConfigError(f"{told} {verb} {count}", where=where(at), remedy=remedy))
+        return
+    degrees = {name: ranks // fixed if degree == -1 else degree for name, degree in degrees.items()}
+    whole = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
+    if experts > 1 and (experts % degrees["tp"] or whole % experts):
+        what = f"ep {experts} is no multiple of tp {degrees['tp']} that divides dp_shard x cp x tp = {whole}"
+        errors.append(ConfigError(what, where=where("ep")))
