@@ -331,7 +331,7 @@ def _table(jobs: Sequence[TrainJob]) -> Iterator[str]:
 
 
 def _line(job: TrainJob) -> str:
-    said = [part for part in (_progress(job), job.message) if part]
+    said = [part for part in (_progress(job), job.message.partition("\n")[0]) if part]
     return f"{job.name}  {job.status}" + (f"  {', '.join(said)}" if said else "")
 
 
@@ -351,6 +351,7 @@ def _progress(job: TrainJob) -> str:
 
 def _details(job: TrainJob) -> Iterator[str]:
     yield _line(job)
+    yield from (f"    {line}" for line in job.message.splitlines()[1:])
     for step in job.steps:
         times = [_time(moment) if moment is not None else "-" for moment in (step.started, step.ended)]
         code = "" if step.exit_code is None else f"  exit code {step.exit_code}"

@@ -242,11 +242,28 @@ class TrainerClient:
         """
         self.backend.delete_job(name)
 
+    def suspend_job(self, name: str) -> None:
+        """Let a job stop and wait; a run saves a checkpoint first.
+
+        Raises:
+            UserError: there is none of that name, or it has ended.
+        """
+        self.backend.suspend_job(name)
+
+    def resume_job(self, name: str) -> None:
+        """Let a suspended job go on when its turn comes, a run from its last checkpoint.
+
+        Raises:
+            UserError: there is none of that name, or it has ended.
+        """
+        self.backend.resume_job(name)
+
     def _failure(self, job: TrainJob) -> JobFailedError:
-        what = f"has failed: {job.message}" if job.message else "has failed"
+        first, *rest = job.message.splitlines() or [""]
+        what = f"has failed: {first}" if first else "has failed"
         step = next((step.name for step in job.steps if step.status == FAILED), None)
         lines = list(self.get_job_logs(job.name, step))[-_LAST_LINES:] if step is not None else []
-        told = [f"{what}; the last lines of {step}:", *lines] if lines else [what]
+        told = [what, *(lines or rest)]
         return JobFailedError("\n".join(told), where=job.name)
 
     @property
