@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
+import socket
+import socketserver
 import ssl
 import subprocess
 import sys
@@ -14,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 OURS = ("HF_", "AWS_", "LUTHIER_", "GOOGLE_", "ACCESS_", "SECRET_", "STORAGE_", "SSL_")
@@ -169,3 +173,130 @@ def web(site: Web, certificate: Path | None = None) -> Iterator[Web]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@dataclass
+class S3:
+    """A server that speaks S3, with a bucket `bucket`, and a client of the same making as Amazon's own."""
+
+    client: Any
+    access: dict[str, str]
+
+    def put(self, files: dict[str, bytes]) -> None:
+        for key, content in files.items():
+            self.client.put_object(Bucket="bucket", Key=key, Body=content)
+
+    def objects(self, prefix: str) -> dict[str, bytes]:
+        found = self.client.list_objects_v2(Bucket="bucket", Prefix=prefix).get("Contents", [])
+        keys = [one["Key"] for one in found]
+        return {key.removeprefix(prefix): self.read(key) for key in keys}
+
+    def read(self, key: str) -> bytes:
+        return self.client.get_object(Bucket="bucket", Key=key)["Body"].read()
+
+
+@contextmanager
+def s3() -> Iterator[S3]:
+    """moto's server on loopback."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    access = {
+        "ENDPOINT": f"http://{host}:{port}",
+        "ACCESS_KEY_ID": "AKIATESTS",
+        "SECRET_ACCESS_KEY": "s3cr3t/of+tests",
+        "REGION": "us-east-1",
+    }
+    client = boto3.client(
+        "s3",
+        endpoint_url=access["ENDPOINT"],
+        aws_access_key_id="AKIATESTS",
+        aws_secret_access_key="s3cr3t/of+tests",
+        region_name="us-east-1",
+    )
+    client.create_bucket(Bucket="bucket")
+    try:
+        yield S3(client, access)
+    finally:
+        client.close()
+        server.stop()
+
+
+@dataclass
+class Wire:
+    """A line to a server, which breaks.
+
+    Attributes:
+        address: what to connect to instead.
+        requests: method and path of what was asked for over it, in order.
+        ranges: the parts of files that were.
+        cut_after: how many bytes of answers go through before the line breaks, once; None for all.
+    """
+
+    address: str = ""
+    requests: list[str] = field(default_factory=list)
+    ranges: list[str] = field(default_factory=list)
+    cut_after: int | None = None
+    passed: int = 0
+
+
+@contextmanager
+def wire(server: str, cut_after: int | None) -> Iterator[Wire]:
+    """Stand between a client and a server on loopback."""
+    line = Wire(cut_after=cut_after)
+    host, port = server.removeprefix("http://").split(":")
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with socket.create_connection((host, int(port))) as there:
+                back = threading.Thread(target=self.answers, args=(there,))
+                back.start()
+                while data := _receive(self.request):
+                    line.requests += re.findall(r"^([A-Z]+ /\S*) HTTP/1\.1\r$", data.decode("latin-1"), re.MULTILINE)
+                    line.ranges += re.findall(r"\r\nrange: bytes=(\S+)", data.decode("latin-1"), re.IGNORECASE)
+                    there.sendall(data)
+                there.shutdown(socket.SHUT_WR)
+                back.join()
+
+        def answers(self, there: socket.socket) -> None:
+            while data := _receive(there):
+                line.passed += len(data)
+                if line.cut_after is not None and line.passed > line.cut_after:
+                    line.cut_after = None
+                    break
+                self.request.sendall(data)
+            self.request.shutdown(socket.SHUT_RDWR)
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Handler) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever, daemon=True)
+        thread.start()
+        line.address = f"http://127.0.0.1:{proxy.server_address[1]}"
+        yield line
+        proxy.shutdown()
+        thread.join()
+
+
+def _receive(end: socket.socket) -> bytes:
+    try:
+        return end.recv(1 << 16)
+    except OSError:
+        return b""
+
+
+@contextmanager
+def gcs() -> Iterator[str]:
+    """An emulator of Google's storage on loopback, with a bucket `bucket`; its address."""
+    from gcp_storage_emulator.server import create_server
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket"):
+        yield f"http://127.0.0.1:{port}"

@@ -25,6 +25,7 @@ def hub(
     token: str | None = None,
     gated: Container[str] = (),
     breaks: MutableMapping[str, list[int]] | None = None,
+    ignored: Container[str] = (),
 ) -> Iterator[tuple[str, list[str]]]:
     """Serve `root/models/OWNER/NAME` and `root/datasets/OWNER/NAME`.
 
@@ -33,6 +34,7 @@ def hub(
         token: without it nobody is let in.
         gated: "OWNER/NAME" of repositories whose terms nobody has agreed to.
         breaks: name of a file -> after how many bytes its next answers break off, each once; "upload" breaks uploads.
+        ignored: files that the repositories' .gitignore leaves out of commits.
 
     Yields:
         the endpoint, and the paths that were asked for, as they come in.
@@ -97,7 +99,11 @@ def hub(
             self.reply({"url": f"http://{self.headers['Host']}/{name}"})
 
         def mode(self, path: str) -> dict[str, object]:
-            return {"path": path, "uploadMode": "lfs" if path.endswith(LARGE) else "regular", "shouldIgnore": False}
+            return {
+                "path": path,
+                "uploadMode": "lfs" if path.endswith(LARGE) else "regular",
+                "shouldIgnore": path in ignored,
+            }
 
         def upload(self, one: dict[str, object]) -> dict[str, object]:
             if one["oid"] in stored:

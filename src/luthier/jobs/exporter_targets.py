@@ -94,6 +94,11 @@ class HubTarget:
                 ]
                 operations += [CommitOperationAdd(below + name, directory / name) for name in names]
                 api.create_commit(repo, operations, commit_message="Export by Luthier", revision=revision)
+                there = api.list_repo_files(repo, revision=revision)
+            if missing := [name for name in names if below + name not in there]:
+                raise StorageError(
+                    f"it left out {', '.join(missing)}", where=self._place.uri, remedy="see its .gitignore"
+                )
 
         again(commit, self._place, "exporter")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import importlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -43,6 +44,8 @@ class Bucket:
 
     def _connect(self) -> Any:
         module, extra = EXTRAS[self.place.scheme]
+        # Otherwise gcsfs asks over gRPC what kind of bucket it is, for a minute where the server does not speak that.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         try:
             library = importlib.import_module(module)
         except ImportError as error:
@@ -52,7 +55,13 @@ class Bucket:
             ) from error
         access = self._access
         if self.place.scheme == "s3":
-            return library.S3FileSystem(skip_instance_cache=True, use_listings_cache=False, **self._s3())
+            # Trying again is the caller's: three such loops, one in another, would take minutes to give up.
+            once = {"retries": {"total_max_attempts": 1}, "connect_timeout": 20}
+            files = library.S3FileSystem(
+                config_kwargs=once, skip_instance_cache=True, use_listings_cache=False, **self._s3()
+            )
+            files.retries = 1
+            return files
         token: Any = None
         if access.token is not None:
             token = importlib.import_module("google.oauth2.credentials").Credentials(access.token)
