@@ -5,6 +5,7 @@
 Everything is in the directory that PLAYED_SLURM names: `jobs/ID.json` is what the controller knows of a job; files that
 a test makes there say what befalls jobs:
 
+    ID.held       the job stays PENDING (JobHeldUser)
     gate          jobs stay PENDING (Resources) as long as it is there
     ID.befall     "PREEMPTED": the job is put back into the queue; another state: it ends with that state
     no-accounting sacct says that accounting is disabled
@@ -168,11 +169,11 @@ def scancel(words: list[str]) -> None:
 def scontrol(words: list[str]) -> None:
     verb, number = words
     if verb == "requeuehold":
-        save(number, hold=True)
+        (ROOT / f"{number}.held").touch()
         if load(number)["state"] == "RUNNING":
             (ROOT / f"{number}.befall").write_text("REQUEUED")
     elif verb == "release":
-        save(number, hold=False)
+        (ROOT / f"{number}.held").unlink(missing_ok=True)
     else:
         fail(f"invalid keyword: {verb}")
 
@@ -192,7 +193,7 @@ def attempt(number: str) -> bool:
         if end := befall(number):
             save(number, state=end)
             return False
-        held = load(number).get("hold", False)
+        held = (ROOT / f"{number}.held").exists()
         gated = (ROOT / "gate").exists()
         if not held and not gated:
             break
@@ -212,8 +213,10 @@ def attempt(number: str) -> bool:
             stderr=out,
             start_new_session=True,
         )
+    minutes, _, seconds = named.get("time", "").rpartition(":")
+    until = time.monotonic() + 60 * int(minutes) + int(seconds) if seconds else float("inf")
     while script.poll() is None:
-        if state := befall(number):
+        if state := befall(number) or ("TIMEOUT" if time.monotonic() > until else ""):
             stop(number, script)
             if state in ("PREEMPTED", "REQUEUED"):
                 save(number, state="PENDING", reason="BeginTime", restarts=job["restarts"] + 1)

@@ -17,24 +17,13 @@ from luthier.jobs.backends.slurm import SlurmBackend
 from luthier.jobs.backends.slurm_step import VARIABLE, environment_of
 from luthier.jobs.options import SlurmBackendConfig
 from luthier.jobs.spec import JobSpec, Transfer
-
-COMMANDS = ("sbatch", "srun", "squeue", "sacct", "scancel", "scontrol")
+from tests.jobs.slurm.played_cluster import played_slurm
 
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The stand-ins' directory; they are first on PATH."""
-    root, programs = tmp_path / "cluster", tmp_path / "bin"
-    root.mkdir()
-    programs.mkdir()
-    for name in COMMANDS:
-        program = programs / name
-        played = Path(__file__).with_name("played.py")
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{played}" {name} "$@"\n')
-        program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    monkeypatch.setenv("PLAYED_SLURM", str(root))
-    return root
+    return played_slurm(tmp_path, monkeypatch)
 
 
 @pytest.fixture
@@ -70,7 +59,9 @@ def test_a_job_takes_its_course(backend: SlurmBackend) -> None:
         ("node-1", "Complete", 0),
     ]
     assert job.creation_timestamp <= job.steps[0].started <= job.steps[0].ended
-    assert [event.reason for event in backend.get_job_events("job")] == ["Submitted", "Started", "Ended", "Complete"]
+    told = [(event.involved_object_name, event.reason) for event in backend.get_job_events("job")]
+    of_job = [("job", reason) for reason in ("Submitted", "Running", "Complete")]
+    assert told == [*of_job[:2], ("job-node", "Started"), ("job-node", "Complete"), of_job[2]]
     assert [listed.name for listed in backend.list_jobs()] == ["job"]
 
 
@@ -154,11 +145,13 @@ def test_a_preempted_job_starts_again(backend: SlurmBackend, slurm: Path) -> Non
     (slurm / "101.befall").write_text("PREEMPTED")
     assert list(lines)[-1] == "goes on"  # bash tells before that its `sleep` was stopped too
     assert backend.get_job("job").status == "Complete"
-    told = [event.message for event in backend.get_job_events("job")]
-    assert told[2:5] == [
-        "node left with exit code 143",
-        "node runs (restart 1)",
-        "node left with exit code 0 (restart 1)",
+    told = [(event.reason, event.message) for event in backend.get_job_events("job")]
+    assert told[2:7] == [
+        ("Started", "task of srun"),
+        ("Failed", "exit code 143"),
+        ("Running", "its turn has come (restart 1)"),
+        ("Started", "task of srun (restart 1)"),
+        ("Complete", "exit code 0 (restart 1)"),
     ]
 
 

@@ -53,5 +53,19 @@ class Backend(Protocol):
             UserError: there is none of that name.
         """
 
+    def suspend_job(self, name: str) -> None:
+        """Let a job stop, its processes by SIGTERM first, and hold it back; returns before it has.
+
+        Raises:
+            UserError: there is none of that name, or it has ended.
+        """
+
+    def resume_job(self, name: str) -> None:
+        """Let a suspended job go on when its turn comes: nodes start again.
+
+        Raises:
+            UserError: there is none of that name, or it has ended.
+        """
+
     def as_object(self, spec: JobSpec) -> Any:
         """What `submit` would make of a spec, for people to look at: a manifest, a script, command lines."""

@@ -161,11 +161,13 @@ class SlurmBackend:
             Event("TrainJob", name, f"{name} has been taken as job {number}", "Submitted", when(record["created"]))
         ]
         for word in read_words(self._home / name):
-            if word.step == SCRIPT_STEP:
-                continue
             again = f" (restart {word.attempt})" if word.attempt else ""
-            ended = "Ended", f"{word.step} left with exit code {word.code}{again}"
-            reason, message = ended if word.code is not None else ("Started", f"{word.step} runs{again}")
+            if word.step == SCRIPT_STEP:
+                if word.code is None:
+                    found.append(Event("TrainJob", name, f"its turn has come{again}", RUNNING, when(word.time)))
+                continue
+            ended = COMPLETE if word.code == 0 else FAILED, f"exit code {word.code}{again}"
+            reason, message = ended if word.code is not None else ("Started", f"task of srun{again}")
             found.append(Event("Step", f"{name}-{word.step}", message, reason, when(word.time)))
         if (final := self._final(name)) is not None:
             found.append(Event("TrainJob", name, final["message"], final["status"], when(final["time"])))
@@ -294,11 +296,11 @@ class SlurmBackend:
             return CREATED, f"waits in the queue: {state.reason}" if state.reason else ""
         if "slurm" not in record:
             return FAILED, "was never handed to Slurm: whoever submitted it was stopped meanwhile"
-        status, message = self._end(name, state)
+        status, message = self._end(name, record["spec"], state)
         write(self._home / name / FINAL_WORD, json.dumps({"status": status, "message": message, "time": time.time()}))
         return status, message
 
-    def _end(self, name: str, state: SlurmState | None) -> tuple[str, str]:
+    def _end(self, name: str, spec: dict[str, Any], state: SlurmState | None) -> tuple[str, str]:
         directory = self._home / name
         words = read_words(directory)
         last = next((word.code for word in reversed(words) if word.step == SCRIPT_STEP), None)
@@ -307,6 +309,8 @@ class SlurmBackend:
         if (state.state == "COMPLETED") if state is not None else last == 0:
             return COMPLETE, ""
         failed = next((word for word in reversed(words) if word.code and word.step != SCRIPT_STEP), None)
+        if state is not None and state.state == "TIMEOUT" and (limit := spec["active_deadline_seconds"]) is not None:
+            return FAILED, f"ran longer than its active_deadline_seconds of {limit}"
         if state is not None and state.state in _WHY:
             return FAILED, _WHY[state.state]
         if failed is None:

@@ -75,6 +75,7 @@ def batch_script(spec: JobSpec, directory: Path, config: SlurmBackendConfig) -> 
     """
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options(spec, directory, config))]
     text = "\n".join(lines) + _HEAD.replace("STEPS", shlex.quote(str(directory / STEPS)))
+    text += f"note {SCRIPT_STEP} started\n"
     text += f"printf '%s' \"$SLURM_JOB_ID\" > {shlex.quote(str(directory / NUMBER))}\n"
     text += f"cd {shlex.quote(str(directory / 'workspace'))} || finish 1\n"
     transfers = [(DATASET_STEP, "dataset", spec.dataset), (MODEL_STEP, "model", spec.model)]
