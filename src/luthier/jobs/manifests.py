@@ -53,10 +53,11 @@ def runtime_objects() -> list[Object]:
     return [runtime_object(runtime) for runtime in builtin("gpu") if runtime.name != ANY_FUNCTION]
 
 
-def torchtune_objects() -> list[Object]:
-    """Those that answer to the names and the framework of Kubeflow's torchtune runtimes, in their place."""
+def replacements() -> list[Object]:
+    """Runtimes that take the place of Kubeflow's own, under their names: functions find a workspace and initializers,
+    and what its SDK says of a BuiltinTrainer is done."""
     known = {runtime.name: runtime for runtime in builtin("gpu")}
-    found = []
+    found = [runtime_object(known[ANY_FUNCTION])]
     for model in TORCHTUNE:
         made = runtime_object(known[PREFIX + model])
         made["metadata"]["name"] = KEP_PREFIX + model
@@ -72,7 +73,9 @@ def runtime_object(runtime: Runtime) -> Object:
         runtime: one of the catalogue's.
     """
     assert runtime.trainer is not None
-    nodes, gpus = runtime.trainer.num_nodes, int(runtime.trainer.device_count)
+    # Kubeflow's torch-distributed asks for no device: whoever brings a function says what it needs.
+    gpus = int(runtime.trainer.device_count) if runtime.name != ANY_FUNCTION else None
+    nodes = runtime.trainer.num_nodes
     preset = preset_of(runtime)
     jobs = [
         _initializer(DATASET_STEP, "dataset", f"hf://{preset.dataset}" if preset is not None else None),
@@ -91,7 +94,7 @@ def runtime_object(runtime: Runtime) -> Object:
     return {
         "apiVersion": API_VERSION,
         "kind": "ClusterTrainingRuntime",
-        "metadata": {"name": runtime.name, "labels": {FRAMEWORK: Framework.LUTHIER.value, OURS: "true"}},
+        "metadata": {"name": runtime.name, "labels": {FRAMEWORK: str(runtime.trainer.framework), OURS: "true"}},
         "spec": {
             "mlPolicy": {"numNodes": nodes, "torch": {}},
             "template": {"spec": {"volumeClaimPolicies": [{"templates": [volume]}], "replicatedJobs": jobs}},
@@ -109,7 +112,7 @@ def _exporter() -> Object:
     return {"name": job.pop("name"), "dependsOn": [{"name": NODE, "status": "Complete"}], **job}
 
 
-def _node(runtime: Runtime, nodes: int, gpus: int) -> Object:
+def _node(runtime: Runtime, nodes: int, gpus: int | None) -> Object:
     of_pod = [
         {"name": "JOBSET_NAME", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{JOBSET}']"}}},
         {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}},
@@ -117,14 +120,21 @@ def _node(runtime: Runtime, nodes: int, gpus: int) -> Object:
     # Kubeflow's torch plugin sets these itself for a TrainJob with a trainer, but for none that names only its runtime.
     plain = {
         "PET_NNODES": str(nodes),
-        "PET_NPROC_PER_NODE": str(gpus),
+        "PET_NPROC_PER_NODE": str(gpus) if gpus is not None else "auto",
         "PET_MASTER_ADDR": f"$(JOBSET_NAME)-{NODE}-0-0.$(JOBSET_NAME)",
         "PET_MASTER_PORT": str(_PORT),
     }
     if (told := default_job(runtime)) is not None:
         plain = {JOB: json.dumps(told), **plain}
     env = of_pod + [{"name": name, "value": value} for name, value in plain.items()]
-    job = _job(NODE, TRAINER, ["python", "-m", "luthier.jobs.pod"], env=env, gpus=gpus)
+    job = _job(NODE, TRAINER, ["python", "-m", "luthier.jobs.pod"], env=env)
+    pod = job["template"]["spec"]["template"]["spec"]
+    if gpus is not None:
+        pod["containers"][0]["resources"] = {"limits": {GPU: gpus}}
+    # Processes of a node talk through shared memory, of which a container has 64 MiB by itself.
+    pod["containers"][0]["volumeMounts"].append({"name": "shared-memory", "mountPath": "/dev/shm"})
+    pod["volumes"] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    pod["terminationGracePeriodSeconds"] = _GRACE_SECONDS
     waits = [{"name": step, "status": "Complete"} for step in (DATASET_STEP, MODEL_STEP)]
     return {"name": job.pop("name"), "dependsOn": waits, **job}
 
@@ -139,9 +149,7 @@ def default_job(runtime: Runtime) -> dict[str, Any] | None:
     return job | {"num_nodes": spec.num_nodes, "nproc_per_node": spec.nproc_per_node}
 
 
-def _job(
-    name: str, ancestor: str | None, command: list[str], env: list[Object] | None = None, gpus: int | None = None
-) -> Object:
+def _job(name: str, ancestor: str | None, command: list[str], env: list[Object] | None = None) -> Object:
     """A replicated job of one pod with one container of the same name, in the workspace."""
     container: Object = {
         "name": name,
@@ -156,12 +164,6 @@ def _job(
         "securityContext": {"fsGroup": GROUP_OF_IMAGE},
         "containers": [container],
     }
-    if gpus is not None:
-        container["resources"] = {"limits": {GPU: gpus}}
-        # Processes of a node talk through shared memory, of which a container has 64 MiB by itself.
-        container["volumeMounts"].append({"name": "shared-memory", "mountPath": "/dev/shm"})
-        pod["volumes"] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
-        pod["terminationGracePeriodSeconds"] = _GRACE_SECONDS
     # What fails fails once, as on every backend; a machine that is taken away is no failure.
     taken_away = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     template: Object = {
@@ -191,7 +193,7 @@ def _gibibytes(preset: Preset | None) -> int:
 def manifest_files() -> dict[str, str]:
     """Path below the directory -> text, of all manifests."""
     found = {}
-    for place, made in (("base/runtimes", runtime_objects()), ("torchtune", torchtune_objects())):
+    for place, made in (("base/runtimes", runtime_objects()), ("replacements", replacements())):
         names = [f"{runtime['metadata']['name']}.yaml" for runtime in made]
         for name, runtime in zip(names, made, strict=True):
             found[f"{place}/{name}"] = _text(runtime)

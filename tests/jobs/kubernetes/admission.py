@@ -60,10 +60,11 @@ def _strict(schema: Any) -> Any:
         return [_strict(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: _strict(value) for key, value in schema.items()}
-    if isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
+    made = {key: _strict(value) for key, value in schema.items() if key != "properties"}
+    if "properties" in schema:
         made["properties"] = {name: _strict(part) for name, part in schema["properties"].items()}
-        made.setdefault("additionalProperties", False)
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            made.setdefault("additionalProperties", False)
     return made
 
 

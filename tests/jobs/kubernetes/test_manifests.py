@@ -23,8 +23,8 @@ MANIFESTS = Path(__file__).parents[3] / "manifests"
 OURS = {
     path.stem: yaml.safe_load(path.read_text()) for path in sorted((MANIFESTS / "base/runtimes").glob("luthier*.yaml"))
 }
-TORCHTUNE = {
-    path.stem: yaml.safe_load(path.read_text()) for path in sorted((MANIFESTS / "torchtune").glob("torch*.yaml"))
+REPLACEMENTS = {
+    path.stem: yaml.safe_load(path.read_text()) for path in sorted((MANIFESTS / "replacements").glob("torch*.yaml"))
 }
 UPSTREAM = {found["metadata"]["name"]: found for found in upstream_runtimes()}
 
@@ -44,16 +44,16 @@ def test_manifests_are_current() -> None:
 
 def test_there_is_one_for_each_preset_and_one_for_any_model() -> None:
     assert set(OURS) == {"luthier", *(f"luthier-{name}" for name in presets())}
-    for name in ("base/runtimes", "torchtune"):
+    for name in ("base/runtimes", "replacements"):
         listed = yaml.safe_load((MANIFESTS / name / "kustomization.yaml").read_text())
         assert sorted([*listed["resources"], "kustomization.yaml"]) == sorted(
             path.name for path in (MANIFESTS / name).iterdir()
         )
 
 
-@pytest.mark.parametrize("name", [*OURS, *TORCHTUNE])
+@pytest.mark.parametrize("name", [*OURS, *REPLACEMENTS])
 def test_a_cluster_admits_it(name: str) -> None:
-    assert refusals((OURS | TORCHTUNE)[name]) == []
+    assert refusals((OURS | REPLACEMENTS)[name]) == []
 
 
 @pytest.mark.parametrize("name", UPSTREAM)

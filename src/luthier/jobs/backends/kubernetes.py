@@ -26,6 +26,7 @@ from luthier.jobs.backends.kubernetes_status import (
     first_failed,
     has_begun,
     pods_of_steps,
+    ran,
     status_of,
     step_names,
     train_job_of,
@@ -34,7 +35,7 @@ from luthier.jobs.backends.kubernetes_status import (
 )
 from luthier.jobs.options import KubernetesBackendConfig
 from luthier.jobs.spec import JobSpec, node_step
-from luthier.jobs.types import FAILED, Event, Runtime, TrainJob
+from luthier.jobs.types import COMPLETE, FAILED, RUNNING, Event, Runtime, TrainJob
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class KubernetesBackend:
         if failed is not None and failed.name in job.message:
             pod = pods_of_steps(pods, runtime)[failed.name]
             text = self._cluster.log(failed.pod_name, container_of(pod), last=_LAST_LINES)
-            lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+            lines = [line.rstrip() for line in text if line.strip()]
             job.message = "\n".join([f"{job.message}:", *lines] if lines else [job.message])
         return job
 
@@ -156,7 +157,7 @@ class KubernetesBackend:
         found = self._find(name)
         runtime = self._runtime_of(found)
         pods = pods_of_steps(self._cluster.pods(name), runtime)
-        steps = list(dict.fromkeys([*step_names(found, runtime), *pods]))
+        steps = step_names(found, runtime, pods)
         if step not in steps:
             raise messages.unknown_step(name, step, steps)
         if follow:
@@ -164,34 +165,25 @@ class KubernetesBackend:
         pod = pods.get(step)
         if pod is None or not has_begun(pod):
             return iter(())
-        return iter(self._cluster.log(pod["metadata"]["name"], container_of(pod)).splitlines())
+        return iter(self._cluster.log(pod["metadata"]["name"], container_of(pod)))
 
     def get_job_events(self, name: str) -> list[Event]:
         """What has happened to a job, the oldest first: what the cluster tells of it and its pods, and what its
         conditions say. A cluster forgets its events after an hour."""
         found = self._find(name)
         runtime = self._runtime_of(found)
-        pods = [pod["metadata"]["name"] for pod in self._cluster.pods(name)]
-        jobs = replicated_jobs(runtime) if runtime is not None else {}
-        ours = re.compile(
-            "|".join([re.escape(name), *(rf"{re.escape(f'{name}-{job}')}-\d+(-\d+-\w+)?" for job in jobs)])
-        )
-        events = [
-            _event("TrainJob", name, it.get("message"), it.get("reason"), it.get("lastTransitionTime"))
-            for it in conditions(found)
-            if it["status"] == "True"
-        ]
-        events.append(
-            _event("TrainJob", name, f"{name} has been taken", "Submitted", found["metadata"].get("creationTimestamp"))
-        )
+        pods = self._cluster.pods(name)
+        events = _told_by_job(found, runtime, pods)
+        names = {name, *(pod["metadata"]["name"] for pod in pods)}
+        jobs = [re.escape(f"{name}-{job}") for job in (replicated_jobs(runtime) if runtime is not None else ())]
+        theirs = re.compile(rf"({'|'.join(jobs)})-\d+(-\d+-\w+)?")  # Jobs, and pods that are gone
         for event in self._cluster.events():
             about = event.get("involvedObject") or {}
-            if about.get("name") in pods or ours.fullmatch(about.get("name") or ""):
+            if about.get("name") in names or theirs.fullmatch(about.get("name") or ""):
                 time = event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp")
                 time = time or event["metadata"].get("creationTimestamp")
-                events.append(
-                    _event(about.get("kind", ""), about["name"], event.get("message"), event.get("reason"), time)
-                )
+                told = (event.get("message"), event.get("reason"))
+                events.append(_event(about.get("kind", ""), about["name"], *told, time))
         return sorted(events, key=lambda event: event.event_time)
 
     def delete_job(self, name: str) -> None:
@@ -315,6 +307,27 @@ def shown(made: list[Object]) -> list[Object]:
 def _reference(train_job: Object) -> tuple[str, str]:
     reference = train_job["spec"]["runtimeRef"]
     return reference.get("kind") or "ClusterTrainingRuntime", reference["name"]
+
+
+def _told_by_job(found: Object, runtime: Object | None, pods: list[Object]) -> list[Event]:
+    """What a TrainJob and its pods tell of themselves."""
+    name, of_steps = found["metadata"]["name"], pods_of_steps(pods, runtime)
+    events = [_event("TrainJob", name, f"{name} has been taken", "Submitted", found["metadata"]["creationTimestamp"])]
+    if began := [time for pod in pods if (time := ran(pod)[0]) is not None]:
+        events.append(_event("TrainJob", name, "its first pod runs", RUNNING, min(began)))
+    for step in step_names(found, runtime, of_steps):
+        if (pod := of_steps.get(step)) is None:
+            continue
+        began_at, ended_at, code = ran(pod)
+        if began_at is not None:
+            events.append(_event("Pod", pod["metadata"]["name"], f"{step} runs", "Started", began_at))
+        if ended_at is not None:
+            reason = FAILED if code else COMPLETE
+            events.append(_event("Pod", pod["metadata"]["name"], f"exit code {code}", reason, ended_at))
+    for it in conditions(found):
+        if it["status"] == "True":
+            events.append(_event("TrainJob", name, it.get("message"), it["type"], it.get("lastTransitionTime")))
+    return events
 
 
 def _event(kind: str, name: str, message: Any, reason: Any, time: str | None) -> Event:

@@ -181,8 +181,8 @@ class Cluster:
         pods: list[Object] = found.get("items") or []
         return [pod for pod in pods if JOBSET in labels(pod) and job in (None, labels(pod)[JOBSET])]
 
-    def log(self, pod: str, container: str, *, last: int | None = None) -> str:
-        """A pod's log as it is now; "" where there is none.
+    def log(self, pod: str, container: str, *, last: int | None = None) -> list[str]:
+        """Lines of a pod's log as it is now.
 
         Args:
             pod: its name.
@@ -193,9 +193,9 @@ class Cluster:
         try:
             answer = self._answer(pod, self._core.read_namespaced_pod_log, pod, self.namespace, **options)
         except Missing:
-            return ""
-        text: bytes = answer.data
-        return text.decode("utf-8", "replace")
+            return []
+        lines = answer.data.decode("utf-8", "replace").split("\n")
+        return [line.rstrip("\r") for line in (lines if lines[-1] else lines[:-1])]
 
     def follow_log(self, pod: str, container: str) -> Iterator[tuple[str, str]]:
         """Time and text of a pod's lines from its first on, each as soon as it is written, until the container ends or

@@ -35,7 +35,7 @@ _LONGEST_VARIABLE = 131_071
 """Bytes of one variable with its name, which is what Linux takes."""
 _ALIASES = {"gpu": GPU, "storage": "ephemeral-storage"}
 _PLAIN = {"cpu", "memory", "ephemeral-storage"}
-_NODE_COMMAND = ["python", "-m", "luthier.jobs.node"]
+_NODE_COMMAND = ("python", "-m", "luthier.jobs.node")
 _STARTERS = {"torch": "torchrun", "jax": "python", "xgboost": "python", None: "python"}
 """What runs a function's program, by the policy of the runtime."""
 
@@ -123,7 +123,7 @@ def _trainer(spec: JobSpec, runtime: Object, secrets: _Secrets) -> Object:
     container = trainer_container(runtime)
     if container is None:
         raise UserError(f'runtime "{spec.runtime}" has no container named node', where="runtime")
-    command = spec.command
+    command: tuple[str, ...] = spec.command or ()
     hidden = dict(spec.env)  # a variable may be a token as well as anything else
     env: list[Object] = []
     if spec.config is not None:
@@ -133,13 +133,15 @@ def _trainer(spec: JobSpec, runtime: Object, secrets: _Secrets) -> Object:
                 where="runtime",
                 remedy="name one that begins with luthier",
             )
-        command = tuple(_NODE_COMMAND)
+        command = _NODE_COMMAND
     elif spec.function is not None:
         command = _function_command(spec, runtime)
         if spec.function.pip_index_urls:
             first, *more = spec.function.pip_index_urls
             hidden |= {"PIP_INDEX_URL": first, **({"PIP_EXTRA_INDEX_URL": " ".join(more)} if more else {})}
-    if spec.config is not None or spec.function is not None:
+    elif spec.files:
+        command = _bare(*command)
+    if spec.config is not None or spec.function is not None or spec.files:
         env.append({"name": JOB, "value": _job(spec)})
     return _without_nothing(
         {
@@ -184,7 +186,7 @@ def _job(spec: JobSpec) -> str:
 def _function_command(spec: JobSpec, runtime: Object) -> tuple[str, ...]:
     """What runs a function: our node where our image is, a text of its own in any other."""
     if spec.image is None and is_ours(runtime):
-        return tuple(_NODE_COMMAND)
+        return _NODE_COMMAND
     policy = policy_of(runtime)
     if policy not in _STARTERS:
         raise UserError(
@@ -192,8 +194,13 @@ def _function_command(spec: JobSpec, runtime: Object) -> tuple[str, ...]:
             where="runtime",
             remedy="use one whose policy is torch, or CustomTrainerContainer with TrainerCommand",
         )
+    return _bare(_STARTERS[policy])
+
+
+def _bare(*words: str) -> tuple[str, ...]:
+    """What does a job in an image that may have no Luthier."""
     text = files("luthier.jobs.backends").joinpath("kubernetes_function.py").read_text(encoding="utf-8")
-    return ("python", "-c", text, _STARTERS[policy])
+    return ("python", "-c", text, *words)
 
 
 def _resources(asked: Mapping[str, Any] | None, container: Object) -> Object | None:

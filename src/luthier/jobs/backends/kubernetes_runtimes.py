@@ -75,8 +75,9 @@ def _policy(runtime: Object) -> Object:
 
 def _trainer(found: Object, container: Object) -> RuntimeTrainer:
     policy = policy_of(found)
-    # Ours take our configs, under whatever framework they are offered to Kubeflow's own SDK.
-    framework = Framework.LUTHIER if is_ours(found) else labels(found).get(FRAMEWORK) or policy or UNKNOWN
+    framework = labels(found).get(FRAMEWORK) or policy or UNKNOWN
+    if framework == Framework.TORCHTUNE and is_ours(found):
+        framework = Framework.LUTHIER  # it is offered to Kubeflow's own SDK as torchtune, and takes our configs
     device, count = device_of(container) or (UNKNOWN, UNKNOWN)
     if (processes := (_policy(found).get("mpi") or {}).get("numProcPerNode")) is not None:
         count = str(processes)

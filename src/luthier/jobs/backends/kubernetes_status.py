@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -56,8 +56,7 @@ def train_job_of(found: Object, runtime: Object | None, pods: Sequence[Object]) 
     newest = pods_of_steps(pods, runtime)
     status = status_of(found, list(newest.values()))
     nodes = _number_of_nodes(found, runtime)
-    names = list(dict.fromkeys([*step_names(found, runtime), *newest]))
-    steps = [_step(name, newest.get(name), found, status) for name in names]
+    steps = [_step(name, newest.get(name), found, status) for name in step_names(found, runtime, newest)]
     return TrainJob(
         name=metadata["name"],
         runtime=runtime_of(runtime) if runtime is not None else Runtime(spec["runtimeRef"]["name"]),
@@ -88,18 +87,26 @@ def conditions(found: Object) -> list[Object]:
     return listed
 
 
-def step_names(found: Object, runtime: Object | None) -> Iterator[str]:
-    """Names of a job's steps, whether their pods are there yet or not, in the order in which they begin."""
+def step_names(found: Object, runtime: Object | None, pods: Iterable[str]) -> list[str]:
+    """Names of a job's steps, whether their pods are there yet or not, in the order in which they begin. An initializer
+    that fetches nothing and an exporter that is told no place are none, though they have pods.
+
+    Args:
+        found: the TrainJob's object.
+        runtime: the object of its runtime; None where that is gone.
+        pods: steps that have pods.
+    """
     asked = found["spec"].get("initializer") or {}
     jobs = replicated_jobs(runtime) if runtime is not None else {}
+    names = []
     for field, step in (("dataset", DATASET_STEP), ("model", MODEL_STEP)):
         uri = (asked.get(field) or {}).get("storageUri")
-        if uri or (uri is None and _says_uri(jobs.get(step), step)):
-            yield step
-    for number in range(_number_of_nodes(found, runtime)):
-        yield node_step(number)
-    if exports(found):
-        yield EXPORTER
+        by_itself = _says_uri(jobs.get(step), step) if runtime is not None else step in pods
+        if uri or (uri is None and by_itself):
+            names.append(step)
+    names += [node_step(number) for number in range(_number_of_nodes(found, runtime))]
+    names += [EXPORTER] if exports(found) else []
+    return list(dict.fromkeys([*names, *(step for step in pods if step not in _CONTAINERS)]))
 
 
 def _says_uri(job: Object | None, step: str) -> bool:
@@ -159,6 +166,14 @@ def has_begun(pod: Object) -> bool:
     return (pod.get("status") or {}).get("phase") in ("Running", "Succeeded", "Failed")
 
 
+def ran(pod: Object) -> tuple[str | None, str | None, int | None]:
+    """When a pod's container began and ended, and its exit code, as the cluster writes them."""
+    state = container_status(pod).get("state") or {}
+    ended = state.get("terminated") or {}
+    began = (ended or state.get("running") or {}).get("startedAt")
+    return began, ended.get("finishedAt"), ended.get("exitCode")
+
+
 def why_waiting(pod: Object) -> str:
     """What a pod that has not begun waits for, as the cluster says it; "" where it does not."""
     waiting = (container_status(pod).get("state") or {}).get("waiting") or {}
@@ -195,10 +210,8 @@ def _number_of_nodes(found: Object, runtime: Object | None) -> int:
 def _step(name: str, pod: Object | None, found: Object, job_status: str) -> Step:
     if pod is None:
         return Step(name, _status_without_pod(name, found, job_status), "")
-    status, phase = container_status(pod), (pod.get("status") or {}).get("phase")
-    state = status.get("state") or {}
-    ended = state.get("terminated") or {}
-    began = ended or state.get("running") or {}
+    phase = (pod.get("status") or {}).get("phase")
+    began, ended, code = ran(pod)
     container: Object = next((it for it in pod["spec"]["containers"] if it["name"] == container_of(pod)), {})
     device, count = device_of(container) or (UNKNOWN, UNKNOWN)
     return Step(
@@ -207,9 +220,9 @@ def _step(name: str, pod: Object | None, found: Object, job_status: str) -> Step
         pod_name=pod["metadata"]["name"],
         device=device,
         device_count=count,
-        started=when(began.get("startedAt")),
-        ended=when(ended.get("finishedAt")),
-        exit_code=ended.get("exitCode"),
+        started=when(began),
+        ended=when(ended),
+        exit_code=code,
     )
 
 
