@@ -34,9 +34,7 @@ def parse_split(text: str) -> tuple[str, Slice | None]:
     """
     match = _SPLIT.fullmatch(text)
     if match is None:
-        raise ConfigError(
-            f'"{text}" is no split', where=WHERE, remedy="write train, train[:10%] or train[100:200]"
-        )
+        raise ConfigError(f'"{text}" is no split', where=WHERE, remedy="write train, train[:10%] or train[100:200]")
     return match["name"], (match["start"], match["stop"]) if "[" in text else None
 
 
