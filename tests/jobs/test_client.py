@@ -221,6 +221,10 @@ PATCH = RuntimePatch()
         ({"exporter": ModelExporter("hf://a/b/c")}, "exporter.storage_uri: names a path in a repository"),
         ({"exporter": ModelExporter("/tmp/out")}, 'exporter.storage_uri: "/tmp/out" has no scheme; write hf://'),
         ({"exporter": ModelExporter("hf://a/b", form="adapter")}, "exporter.form: there is no adapter"),
+        (
+            {"exporter": ModelExporter("hf://a/b"), "trainer": CustomTrainer(seven), "runtime": "torch-distributed"},
+            "exporter: is for a BuiltinTrainer's model; let the function save",
+        ),
         ({"exporter": ModelExporter("hf://a/b", form="lora")}, 'exporter.form: "lora" is not merged or adapter'),
     ],
 )

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from luthier.config import ParallelConfig
+from luthier.data.formats import chat, instruct
 from luthier.errors import ConfigError
 from luthier.jobs import (
     BuiltinTrainer,
@@ -21,9 +22,12 @@ from luthier.jobs import (
     TorchTuneChatDataset,
     TorchTuneConfig,
     TorchTuneInstructDataset,
+    columns,
 )
+from luthier.jobs.build import Asked, build
+from luthier.jobs.runtimes import builtin
 from luthier.jobs.validate import check_layout
-from luthier.parallel.mesh import Layout
+from luthier.parallel.layout import Layout
 
 ROW = {"question": "a?", "answer": "b"}
 
@@ -98,6 +102,64 @@ def test_columns_of_a_yaml(client, tmp_path):
     data = {"train": {"path": str(tmp_path / "rows.jsonl"), "columns": {"prompt": "q", "completion": "answer"}}}
     with pytest.raises(ConfigError, match=r"trainer.config.data.train.0.columns.prompt: the rows have no column"):
         client.train("luthier-smollm2-135m", trainer=BuiltinTrainer(LuthierConfig(data=data)), dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "config", "words"),
+    [
+        ({"body": "a"}, TorchTuneConfig(), "config.data.train.0: the columns of the rows (body) fit no format"),
+        (
+            {"text": "a", "prompt": "b", "completion": "c"},
+            TorchTuneConfig(),
+            "fit formats instruct and text; say",
+        ),
+        (
+            {"body": "a"},
+            TorchTuneConfig(dataset_preprocess_config=TorchTuneInstructDataset()),
+            "dataset_preprocess_config: the rows have no columns of format instruct (columns: body)",
+        ),
+        (ROW, TorchTuneConfig(dataset_preprocess_config=TorchTuneChatDataset()), "no columns of format chat"),
+        (ROW, LuthierConfig(data={"train": {"path": "dataset", "format": "text"}}), "no columns of format text"),
+    ],
+)
+def test_rows_that_fit_no_format(client, tmp_path, row, config, words):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError) as caught:
+        asked(client, tmp_path / "rows.jsonl", config)
+    assert words in str(caught.value)
+
+
+def test_a_column_may_come_in_a_later_row(client, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "completion": "b"}\n{"cut off')
+    asked(client, tmp_path / "rows.jsonl", TorchTuneConfig())
+
+
+def test_columns_are_known_as_the_nodes_know_them():
+    assert set(columns.PAIRS) == {*instruct.PAIRS, *instruct.ALIASES}
+    assert columns.CONVERSATIONS == chat.MESSAGE_COLUMNS
+
+
+def test_only_files_of_the_kind_are_looked_at(client, tmp_path):
+    (tmp_path / "a.csv").write_text("body\nx\n")
+    jsonl(tmp_path / "b.jsonl")
+    asked(client, tmp_path, TorchTuneConfig(dataset_preprocess_config=TorchTuneInstructDataset(source="json")))
+
+
+@pytest.mark.parametrize("backend", ["local", "slurm", "kubernetes"])
+def test_files_of_the_working_directory(tmp_path, monkeypatch, backend):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "rows.jsonl").write_text('{"text": "a"}')
+    config = LuthierConfig(model="debug:llama", data="dataset/rows.jsonl")
+    job = Asked(backend, builtin(), None, None, BuiltinTrainer(config))
+    if backend == "kubernetes":
+        with pytest.raises(ConfigError, match=r"config.data.train.0.path: .* is a file of this machine, which pods"):
+            build(job)
+        return
+    assert build(job).config["data"]["train"] == [{"path": str(tmp_path / "dataset" / "rows.jsonl")}]
+    fetched = Initializer(DatasetInitializer("hf://a/b"))
+    again = build(Asked(backend, builtin(), None, fetched, BuiltinTrainer(config)))
+    assert again.config["data"]["train"] == [{"path": "dataset/rows.jsonl"}]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1, 2]", "\x00\x01"])

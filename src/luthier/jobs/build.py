@@ -28,7 +28,7 @@ from luthier.jobs.options import (
 from luthier.jobs.runtimes import ANY_FUNCTION, ANY_MODEL, find, preset_of
 from luthier.jobs.select import select
 from luthier.jobs.source import source_of
-from luthier.jobs.spec import Function, JobSpec
+from luthier.jobs.spec import DATASET, MODEL, Function, JobSpec
 from luthier.jobs.trainers import BuiltinTrainer, CustomTrainer, CustomTrainerContainer, Trainer
 from luthier.jobs.transfers import dataset_transfer, export_transfer, model_transfer
 from luthier.jobs.types import Framework, Initializer, ModelExporter, Runtime, TrainerType
@@ -77,6 +77,8 @@ def build(asked: Asked) -> JobSpec:
             spec |= _custom(asked, runtime, trainer) | _fetched(asked)
         case CustomTrainerContainer():
             spec |= _container(asked, runtime, trainer) | _fetched(asked)
+    if asked.exporter is not None and not isinstance(trainer, BuiltinTrainer):
+        asked.refuse("exporter", "is for a BuiltinTrainer's model", "let the function save what it has made itself")
     raise_all(asked.errors)
     return JobSpec(**spec)
 
@@ -238,8 +240,8 @@ def _fetched(asked: Asked, preset: Preset | None = None, config: dict[str, Any] 
     initializer = asked.initializer or Initializer()
     here = asked.backend == "local"
     # a run that names its own rows or model has nothing to fetch that nobody asked for
-    own_rows = config is not None and not _below(config.get("data", {}).get("train"), "dataset")
-    own_model = config is not None and not str(config.get("model", "")).startswith("model")
+    own_rows = config is not None and not _below(config.get("data", {}).get("train"), DATASET)
+    own_model = config is not None and str(config.get("model", "")).split("/")[0] != MODEL
     dataset = dataset_transfer(initializer.dataset, None if own_rows else preset, asked.errors, here=here)
     model = model_transfer(initializer.model, None if own_model else preset, asked.errors, here=here)
     exporter = export_transfer(asked.exporter, asked.errors) if asked.exporter is not None else None

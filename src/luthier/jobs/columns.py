@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,28 @@ from luthier.config.faults import shown
 from luthier.config.suggest import nearest
 from luthier.jobs.convert import AT, Draft
 
-_READ = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
+_READ = {
+    "json": (".jsonl", ".ndjson", ".json"),
+    "csv": (".csv", ".tsv"),
+    "parquet": (".parquet",),
+    "arrow": (".arrow", ".feather"),
+}
+"""`kind` of a source -> suffixes whose columns can be told here."""
 _NOTES = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
+PAIRS = (
+    *(("prompt", "completion"), ("instruction", "output"), ("prompt", "response")),
+    *(("question", "answer"), ("instruction", "response")),
+)
+"""Columns by which format instruct knows itself; the data room has the same."""
+CONVERSATIONS = ("messages", "conversations", "conversation")
 _PEEKED = 1 << 20
 """Bytes of a file that are looked at."""
+_ROWS = 32
+"""Rows of it, as many as the nodes look at."""
 
 
 def check_columns(draft: Draft, fetched: Path | None) -> None:
-    """Refuse a column that the first file of a source does not have; what cannot be read here, the nodes will refuse.
+    """Refuse columns that the first file of a source does not have; what cannot be read here, the nodes will refuse.
 
     Args:
         draft: the run.
@@ -31,11 +46,29 @@ def check_columns(draft: Draft, fetched: Path | None) -> None:
         if not columns:
             continue
         named = f"data.train.{number}"
-        for field, column in _needed(source):
+        needed = list(_needed(source))
+        for field, column in needed:
             if column not in columns:
                 meant = nearest(column, columns)
                 remedy = f'did you mean "{meant}"?' if meant else f"there are {', '.join(sorted(columns))}"
                 draft.refuse(_where(draft, named, field), f"the rows have no column {shown(column)}", remedy)
+        if not needed:
+            _check_format(draft, source, columns, named)
+
+
+def _check_format(draft: Draft, source: dict[str, Any], columns: set[str], named: str) -> None:
+    """Refuse rows whose columns no format, or not the one that is named, is told by."""
+    found = ["chat"] if columns.intersection(CONVERSATIONS) else []
+    found += ["instruct"] if any(columns.issuperset(pair) for pair in PAIRS) else []
+    found += ["text"] if "text" in columns else []
+    given, told = source.get("format"), ", ".join(sorted(columns))
+    if given in ("chat", "instruct", "text") and given not in found:
+        remedy = "name the columns: column_map, conversation_column, or columns of a YAML"
+        draft.refuse(_where(draft, named, ""), f"the rows have no columns of format {given} (columns: {told})", remedy)
+    elif given is None and len(found) != 1:
+        fits = f"fit formats {' and '.join(found)}" if found else "fit no format"
+        remedy = "say which with dataset_preprocess_config, or format of a YAML"
+        draft.refuse(_where(draft, named, ""), f"the columns of the rows ({told}) {fits}", remedy)
 
 
 def check_template(draft: Draft, model: Path | None) -> None:
@@ -73,9 +106,11 @@ def _needed(source: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _where(draft: Draft, named: str, field: str) -> str:
     """The path of a field of a source as its user has written it."""
-    origin = draft.origins.get("data.train")
-    if origin is None:
-        return f"{AT}.{named}.{field}"
+    origin = draft.origins.get("data.train", f"{AT}.{named}")
+    if not field:
+        return origin
+    if "data.train" not in draft.origins:
+        return f"{origin}.{field}"
     kubeflow = {"columns.prompt": "column_map.input", "columns.completion": "column_map.output"}
     kubeflow |= {"column": "conversation_column"}
     return f"{origin}.{kubeflow.get(field, field.replace('columns.', 'column_map.'))}"
@@ -92,15 +127,17 @@ def _columns(source: dict[str, Any], fetched: Path | None) -> set[str]:
         place = Path(path)
     else:
         return set()
-    files = sorted(place.rglob("*")) if place.is_dir() else [place]
-    for file in files:
-        if file.is_file() and file.name not in _NOTES and file.name.removesuffix(".gz").endswith(_READ):
+    kind = source.get("kind")
+    known = _READ.get(kind, ()) if kind is not None else tuple(suffix for all_of in _READ.values() for suffix in all_of)
+    for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+        hidden = file != place and any(part.startswith(".") for part in file.relative_to(place).parts)
+        if not hidden and file.name not in _NOTES and file.name.removesuffix(".gz").endswith(known) and file.is_file():
             return _of_file(file)
     return set()
 
 
 def _of_file(file: Path) -> set[str]:
-    """Columns of a file's first row; none where it cannot be read."""
+    """Columns of a file's first rows; none where it cannot be read."""
     name = file.name.removesuffix(".gz")
     try:
         if name.endswith((".parquet", ".arrow", ".feather")):
@@ -111,10 +148,25 @@ def _of_file(file: Path) -> set[str]:
             header = text.split("\n", 1)[0]
             separator = "\t" if name.endswith(".tsv") else max(",;\t|", key=header.count)
             return set(next(csv.reader([header], delimiter=separator)))
-        row, _ = json.JSONDecoder().raw_decode(text.lstrip("[ \n\r\t"))
-    except (OSError, ValueError, StopIteration):
+        return _of_objects(text)
+    except (OSError, EOFError, zlib.error, ValueError, StopIteration):
         return set()
-    return set(row) if isinstance(row, dict) else set()
+
+
+def _of_objects(text: str) -> set[str]:
+    """Keys of JSON objects that stand behind one another, as lines or in a list; the last may be cut off."""
+    columns: set[str] = set()
+    place, decoder = 0, json.JSONDecoder()
+    for _ in range(_ROWS):
+        place += len(text[place:]) - len(text[place:].lstrip("[, \n\r\t"))
+        try:
+            row, place = decoder.raw_decode(text, place)
+        except ValueError:
+            break
+        if not isinstance(row, dict):
+            return set()
+        columns.update(row)
+    return columns
 
 
 def _of_table(file: Path) -> set[str]:

@@ -108,7 +108,8 @@ def convert(config: TorchTuneConfig, base: dict[str, Any]) -> Draft:
         draft.put("train.max_gradient_norm", config.clip_grad_norm or None, f"{AT}.clip_grad_norm")
     _batch(config, draft)
     _recomputation(config, draft)
-    _chat_template(config, draft)
+    if config.chat_template is not None:
+        carry_template(config.chat_template, f"{AT}.chat_template", draft)
     if config.peft_config is not None:
         draft.put("adapter", _adapter(config.peft_config, draft), f"{AT}.peft_config")
     if config.dataset_preprocess_config is not None:
@@ -157,15 +158,14 @@ def _recomputation(config: TorchTuneConfig, draft: Draft) -> None:
         draft.put("train.activation_checkpointing", "full" if again else "off", f"{AT}.enable_activation_checkpointing")
 
 
-def _chat_template(config: TorchTuneConfig, draft: Draft) -> None:
-    if config.chat_template is None:
-        return
+def carry_template(path: str, where: str, draft: Draft) -> None:
+    """Let a chat template of this machine travel along."""
     try:
-        draft.files[CHAT_TEMPLATE] = Path(config.chat_template).expanduser().read_text(encoding="utf-8")
+        draft.files[CHAT_TEMPLATE] = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        draft.refuse(f"{AT}.chat_template", f"{shown(config.chat_template)} cannot be read: {reason}")
-    draft.put("data.chat_template", CHAT_TEMPLATE, f"{AT}.chat_template")
+        draft.refuse(where, f"{shown(path)} cannot be read: {reason}")
+    draft.put("data.chat_template", CHAT_TEMPLATE, where)
 
 
 def _adapter(lora: LoraConfig, draft: Draft) -> dict[str, Any]:

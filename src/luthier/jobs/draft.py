@@ -5,12 +5,11 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from luthier.config.presets import Method, Preset
 from luthier.jobs.columns import check_columns, check_template
-from luthier.jobs.convert import AT, CHAT_TEMPLATE, Draft, convert
+from luthier.jobs.convert import AT, Draft, carry_template, convert
 from luthier.jobs.spec import DATASET, MODEL, OUTPUT
 from luthier.jobs.trainers import TorchTuneConfig
 from luthier.jobs.transfers import fetched_to, local_path, repository_of
@@ -39,7 +38,8 @@ def drafted(config: TorchTuneConfig | LuthierConfig, preset: Preset | None, aske
     else:
         given = config.given()
         method = "lora" if given.get("adapter") else "full"
-        draft = _laid_over(_base(preset, method, ranks, initializer), given, here=asked.backend != "kubernetes")
+        draft = _laid_over(_base(preset, method, ranks, initializer), given)
+        _settle_paths(draft, initializer, here=asked.backend != "kubernetes")
     _check_present(draft, preset, initializer)
     train = draft.config.setdefault("train", {})
     if train.get("epochs") is None and train.get("steps") is None and not draft.errors:
@@ -100,12 +100,8 @@ def _origin(draft: Draft, path: str) -> str:
 # --- LuthierConfig ----------------------------------------------------------------------------------------------------
 
 
-def _laid_over(base: dict[str, Any], given: dict[str, Any], *, here: bool) -> Draft:
-    """What was given, over what the runtime says.
-
-    Args:
-        here: whether the nodes see the files of this machine.
-    """
+def _laid_over(base: dict[str, Any], given: dict[str, Any]) -> Draft:
+    """What was given, over what the runtime says."""
     draft = Draft(base)
     if "output" in given:
         remedy = "leave it out, and take the result elsewhere with an exporter"
@@ -114,14 +110,7 @@ def _laid_over(base: dict[str, Any], given: dict[str, Any], *, here: bool) -> Dr
         draft.config.pop("parallel", None)  # one's own layout does not mix with the catalogue's
     _merge(draft.config, given, ())
     if template := draft.config.get("data", {}).get("chat_template"):
-        try:
-            draft.files[CHAT_TEMPLATE] = Path(template).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-            draft.refuse(f"{AT}.data.chat_template", f'"{template}" cannot be read: {reason}')
-        draft.config["data"]["chat_template"] = CHAT_TEMPLATE
-    if here:
-        _settle_paths(draft.config)
+        carry_template(template, f"{AT}.data.chat_template", draft)
     return draft
 
 
@@ -134,20 +123,32 @@ def _merge(base: dict[str, Any], given: Mapping[str, Any], path: tuple[str, ...]
             base[key] = value
 
 
-def _settle_paths(config: dict[str, Any]) -> None:
-    """Files of the directory where the job is submitted are meant from wherever it runs."""
-    for section, key in ((config, "model"), (config, "tokenizer"), (config.get("adapter") or {}, "start_from")):
-        if isinstance(value := section.get(key), str):
-            section[key] = _settled(value)
-    data = config.get("data", {})
-    for source in [*(data.get("train") or ()), *(data.get("validation") or ())]:
-        if isinstance(value := source.get("path"), str):
-            source["path"] = _settled(value)
+def _settle_paths(draft: Draft, initializer: Initializer, *, here: bool) -> None:
+    """Files of the directory where the job is submitted are meant from wherever it runs.
+
+    Args:
+        here: whether the nodes see the files of this machine.
+    """
+    config = draft.config
+    data, adapter = config.get("data", {}), config.get("adapter") or {}
+    places = [
+        (config, "model", "model"),
+        (config, "tokenizer", "tokenizer"),
+        (adapter, "start_from", "adapter.start_from"),
+    ]
+    for part in ("train", "validation"):
+        places += [(source, "path", f"data.{part}.{n}.path") for n, source in enumerate(data.get(part) or ())]
+    fetched = {DATASET: initializer.dataset is not None, MODEL: initializer.model is not None}
+    for section, key, where in places:
+        path = section.get(key)
+        if not isinstance(path, str) or "://" in path or fetched.get(path.split("/")[0]) or not _is_there(path):
+            continue
+        if here:
+            section[key] = os.path.abspath(path)
+        elif not os.path.isabs(path):
+            remedy = "upload it, and name it in an initializer"
+            draft.refuse(f"{AT}.{where}", f'"{path}" is a file of this machine, which pods do not see', remedy)
 
 
-def _settled(path: str) -> str:
-    in_workspace = path.split("/")[0] in (DATASET, MODEL)
-    there = (
-        not in_workspace and "://" not in path and (os.path.exists(path) or (glob.has_magic(path) and glob.glob(path)))
-    )
-    return os.path.abspath(path) if there else path
+def _is_there(path: str) -> bool:
+    return os.path.exists(path) or (glob.has_magic(path) and bool(glob.glob(path)))
