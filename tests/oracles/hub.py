@@ -70,6 +70,9 @@ def hub(
             if self.path == "/api/repos/create":
                 self.create(json.loads(sent))
                 return
+            if self.path == "/api/validate-yaml":
+                self.reply({"errors": [], "warnings": []})
+                return
             repository = self.repository()
             if repository is None:
                 self.missing()
@@ -127,7 +130,8 @@ def hub(
                     continue
                 (repository / name).parent.mkdir(parents=True, exist_ok=True)
                 (repository / name).write_bytes(content)
-            self.reply({"commitUrl": f"http://{self.headers['Host']}/x/commit/{COMMIT}", "commitOid": COMMIT})
+            name = "/".join(repository.parts[-2:])
+            self.reply({"commitUrl": f"http://{self.headers['Host']}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
 
         # --- what is read
 

@@ -8,6 +8,7 @@ process of its own since it needs torch and this one does not. Its exit code, wh
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from typing import Any
 
 from luthier.errors import EXIT_USER_ERROR, UserError
 from luthier.jobs.exporter_targets import Target, target_of
+from luthier.jobs.initializers.fetch import fetched
 from luthier.jobs.initializers.progress import say
 from luthier.jobs.initializers.step import run_step, workspace
+from luthier.jobs.spec import MODEL
 from luthier.jobs.storage import Access, parse
 
 FORMS = {"merged": "--merge", "adapter": "--adapter"}
@@ -40,6 +43,7 @@ def main(environment: Mapping[str, str]) -> int:
     target.prepare()  # before minutes of work, since most that goes wrong with a target shows here
     if code := _write(root, form):
         return code
+    name_base(root)
     _upload(target, root / EXPORT, place.uri)
     return 0
 
@@ -61,6 +65,19 @@ def _write(root: Path, form: str) -> int:
         finally:
             signal.signal(signal.SIGTERM, earlier)
     return 128 - code if code < 0 else code if code in (0, EXIT_USER_ERROR, 130, 143) else 1
+
+
+def name_base(root: Path) -> None:
+    """Let adapters name the repository that their base came from: `model/`, where it lay, is nowhere else."""
+    came = fetched(root / MODEL).get("of", {}).get("uri", "")
+    config = root / EXPORT / "adapter_config.json"
+    if not came.startswith("hf://") or not config.is_file():
+        return
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    if fields.get("base_model_name_or_path") == MODEL:
+        place = parse(came)
+        fields |= {"base_model_name_or_path": place.repo, "revision": place.revision}
+        config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def _upload(target: Target, directory: Path, uri: str) -> None:

@@ -70,7 +70,7 @@ class _Fetch:
 
     def run(self, check: Check) -> None:
         name, uri = self.target.name, self.source.place.uri
-        if _read(self.target / MARKER).get("of") == self.identity:
+        if fetched(self.target).get("of") == self.identity:
             say(f"{name}: {uri} is in {self.target} already")
             return
         self._require_replaceable()
@@ -236,6 +236,14 @@ class _Fetch:
             sync(folder)
         replace(self.whole, self.target)
         shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def fetched(target: Path) -> dict[str, Any]:
+    """What the marker of a directory says: "of" has the "uri" that it came from, "revision" the Hub's commit.
+
+    Empty where the directory was not fetched, or is not whole.
+    """
+    return _read(target / MARKER)
 
 
 def replace(new: Path, target: Path) -> None:

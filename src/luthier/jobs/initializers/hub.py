@@ -79,6 +79,8 @@ class Hub:
     def explain(self, error: Exception) -> Exception | None:
         """What an error of `huggingface_hub` means."""
         what = "data set" if self.repo_type == "dataset" else "model"
+        if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
+            return self.explain(error.__cause__)  # what an upload wraps its errors in
         match error:
             case GatedRepoError():
                 remedy = "ask for access on its page, and set ACCESS_TOKEN"
@@ -101,6 +103,8 @@ class Hub:
                 return of_status(self.place, error.response.status_code)
             case httpx2.TransportError():
                 return BrokenError(first_line(error))
+            case ValueError():  # of what is pushed: a README whose head it does not take
+                return StorageError(f"the Hub refuses: {first_line(error)}", where=self.place.uri)
         return None
 
 
