@@ -150,10 +150,10 @@ def parsed(arguments: Sequence[str]) -> Words:
             meeting = (host, port)
         elif argument == "--config" and rest:
             model = rest.pop(0)
-        elif equals:
-            _take(key, text, read)
         elif argument.startswith("-"):
             read.errors.append(ConfigError("is no option that Kubeflow gives", where=f"tune: {argument}"))
+        elif equals:
+            _take(key, text, read)
     preset = _preset(model, read.errors)
     raise_all(read.errors)
     config = TorchTuneConfig(**read.run)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import kmock
 
 from tests.jobs.kubernetes.admission import Object
-from tests.jobs.kubernetes.api import CLUSTER_RUNTIMES, EVENTS, NAMESPACE, RUNTIMES, TRAIN_JOBS, Api, Refused
+from tests.jobs.kubernetes.api import CLUSTER_RUNTIMES, EVENTS, NAMESPACE, PODS, RUNTIMES, TRAIN_JOBS, Api, Refused
 from tests.jobs.kubernetes.jobset import seen
 
 _STEP = re.compile(r"node-(\d+)")
@@ -44,9 +44,11 @@ class Cluster:
 
         self.wait_for(add())
 
-    def remove_runtime(self, name: str) -> None:
+    def remove_runtime(self, name: str, namespace: str | None = None) -> None:
+        kind = CLUSTER_RUNTIMES if namespace is None else RUNTIMES
+
         async def remove() -> None:
-            self.api.objects[CLUSTER_RUNTIMES, None, name].delete()
+            self.api.objects[kind, namespace, name].delete()
 
         self.wait_for(remove())
 
@@ -92,6 +94,43 @@ class Cluster:
         unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why}
         self.wait_for(self.api.set_pod(self.pod(job, step), {"phase": "Pending", "conditions": [unscheduled]}))
 
+    def cannot_pull(self, job: str, step: str, why: str) -> None:
+        """A pod's image is not there."""
+        pod = self.pod(job, step)
+        state = {"waiting": {"reason": "ImagePullBackOff", "message": why}}
+        container = {"name": pod["spec"]["containers"][0]["name"], "state": state}
+        self.wait_for(self.api.set_pod(pod, {"phase": "Pending", "containerStatuses": [container]}))
+
+    def create(self, train_job: Object) -> None:
+        """Somebody else submits a TrainJob, which names a cluster's runtime."""
+        kind = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
+        metadata = {**train_job["metadata"], "namespace": NAMESPACE, "uid": "other"}
+
+        async def create() -> None:
+            made = kind | train_job | {"metadata": metadata | {"creationTimestamp": self.api.time()}}
+            self.api.objects[TRAIN_JOBS, NAMESPACE, metadata["name"]] = made
+
+        self.wait_for(create())
+
+    def add_pod(self, job: str, replicated_job: str, index: int = 0) -> None:
+        """A pod comes, in the place of an older one where there is one."""
+        labels = {
+            "jobset.sigs.k8s.io/jobset-name": job,
+            "jobset.sigs.k8s.io/replicatedjob-name": replicated_job,
+            "batch.kubernetes.io/job-completion-index": str(index),
+        }
+
+        async def add() -> None:
+            time = self.api.time()
+            name = f"{job}-{replicated_job}-0-{index}-{time[-4:-1]}"
+            self.api.objects[PODS, NAMESPACE, name] = {
+                "metadata": {"name": name, "labels": labels, "uid": name, "creationTimestamp": time},
+                "spec": {"containers": [{"name": "node"}]},
+                "status": {"phase": "Pending"},
+            }
+
+        self.wait_for(add())
+
     def begins(self, job: str, *steps: str) -> None:
         """Pods run."""
         for step in steps:
@@ -107,15 +146,11 @@ class Cluster:
             state = {"exitCode": code, "startedAt": self._now(), "finishedAt": self._now()}
             self.wait_for(self.api.set_state(self.pod(job, step), {"terminated": state}))
 
-    def completes(self, job: str, *, steps: int = 1) -> None:
-        """All pods of a job run through."""
-        for step in (
-            "dataset-initializer",
-            "model-initializer",
-            *(f"node-{number}" for number in range(steps)),
-            "exporter",
-        ):
-            with contextlib.suppress(IndexError):
+    def completes(self, job: str, *, nodes: int = 1) -> None:
+        """Pods of a job run through."""
+        before, after = ("dataset-initializer", "model-initializer"), ("exporter",) if nodes else ()
+        for step in (*before, *(f"node-{number}" for number in range(nodes)), *after):
+            with contextlib.suppress(IndexError):  # no such step in its runtime
                 self.ends(job, step)
 
     def says_of_progress(self, job: str, status: Object) -> None:
