@@ -130,7 +130,7 @@ def _node(runtime: Runtime, nodes: int, gpus: int | None) -> Object:
     job = _job(NODE, TRAINER, ["python", "-m", "luthier.jobs.pod"], env=env)
     pod = job["template"]["spec"]["template"]["spec"]
     if gpus is not None:
-        pod["containers"][0]["resources"] = {"limits": {GPU: gpus}}
+        pod["containers"][0]["resources"] = {"limits": {GPU: str(gpus)}}  # Kubeflow's SDK reads a number as 8.0
     # Processes of a node talk through shared memory, of which a container has 64 MiB by itself.
     pod["containers"][0]["volumeMounts"].append({"name": "shared-memory", "mountPath": "/dev/shm"})
     pod["volumes"] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]

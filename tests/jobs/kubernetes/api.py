@@ -51,6 +51,8 @@ class Api(kmock.KubernetesEmulator):
         super().__init__()
         for kind in (TRAIN_JOBS, RUNTIMES, CLUSTER_RUNTIMES, PODS, SECRETS, EVENTS):
             self.resources[kind] = {}
+        version = {"kubeflow_trainer_version": "v2.3.0"}
+        self.objects["v1/configmaps", "kubeflow-system", "kubeflow-trainer-public"] = {"data": version}
         self.logs: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
         self.said = asyncio.Condition()
         self.failing: dict[tuple[str, str], Refused] = {}
@@ -225,8 +227,7 @@ class Api(kmock.KubernetesEmulator):
         """A pod's container runs, or has ended."""
         ended = state.get("terminated")
         phase = "Running" if ended is None else "Failed" if ended["exitCode"] else "Succeeded"
-        container = {"name": pod["spec"]["containers"][0]["name"], "state": state}
-        await self.set_pod(pod, {"phase": phase, "containerStatuses": [container]})
+        await self.set_pod(pod, {"phase": phase, "containerStatuses": [container_status(pod, state)]})
 
     def _gone(self, namespace: str | None, name: str | None) -> None:
         """What the garbage collector does."""
@@ -273,6 +274,13 @@ class Api(kmock.KubernetesEmulator):
     def _nothing_new(self, pod: Any, name: str, sent: int, params: Any) -> bool:
         running = not pod.deleted and pod.raw["status"]["phase"] == "Running"
         return self._follows(params) and running and len(self.logs[name]) == sent
+
+
+def container_status(pod: Object, state: Object) -> Object:
+    """Status of a pod's container, with all that a server never leaves out."""
+    container = pod["spec"]["containers"][0]
+    told = {"image": container.get("image", ""), "imageID": "", "ready": "running" in state, "restartCount": 0}
+    return {"name": container["name"], **told, "state": state}
 
 
 def selected(thing: Object, selector: str) -> bool:

@@ -13,7 +13,17 @@ from typing import Any, TypeVar
 import kmock
 
 from tests.jobs.kubernetes.admission import Object
-from tests.jobs.kubernetes.api import CLUSTER_RUNTIMES, EVENTS, NAMESPACE, PODS, RUNTIMES, TRAIN_JOBS, Api, Refused
+from tests.jobs.kubernetes.api import (
+    CLUSTER_RUNTIMES,
+    EVENTS,
+    NAMESPACE,
+    PODS,
+    RUNTIMES,
+    TRAIN_JOBS,
+    Api,
+    Refused,
+    container_status,
+)
 from tests.jobs.kubernetes.jobset import seen
 
 _STEP = re.compile(r"node-(\d+)")
@@ -98,8 +108,8 @@ class Cluster:
         """A pod's image is not there."""
         pod = self.pod(job, step)
         state = {"waiting": {"reason": "ImagePullBackOff", "message": why}}
-        container = {"name": pod["spec"]["containers"][0]["name"], "state": state}
-        self.wait_for(self.api.set_pod(pod, {"phase": "Pending", "containerStatuses": [container]}))
+        told = {"phase": "Pending", "containerStatuses": [container_status(pod, state)]}
+        self.wait_for(self.api.set_pod(pod, told))
 
     def create(self, train_job: Object) -> None:
         """Somebody else submits a TrainJob, which names a cluster's runtime."""

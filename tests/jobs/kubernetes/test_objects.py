@@ -154,7 +154,7 @@ def test_metadata_deadline_and_patches_are_the_specs() -> None:
         (None, None),
         ({"gpu": 2}, {"nvidia.com/gpu": 2}),
         ({"GPU": 0, "cpu": 0.5}, {"nvidia.com/gpu": 0, "cpu": "0.5"}),
-        ({"memory": "64Gi"}, {"memory": "64Gi", "nvidia.com/gpu": 1}),
+        ({"memory": "64Gi"}, {"memory": "64Gi", "nvidia.com/gpu": "1"}),
         ({"mig-1g.5gb": 1, "storage": "1Gi"}, {"nvidia.com/mig-1g.5gb": 1, "ephemeral-storage": "1Gi"}),
         ({"example.com/NPU": 4}, {"example.com/NPU": 4}),
     ],
