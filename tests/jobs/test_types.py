@@ -90,6 +90,10 @@ def test_names_of_the_kep_for_a_runtimes_trainer():
     own = ours.RuntimeTrainer(ours.TrainerType.BUILTIN_TRAINER, ours.Framework.TORCH, device="gpu", device_count=4)
     own.set_command(("torchrun", "train.py"))
     assert (own.entrypoint, own.accelerator, own.accelerator_count) == (["torchrun", "train.py"], "gpu", 4)
+    keps = ours.Trainer(
+        "BuiltinTrainer", "torch", entrypoint=("torchrun", "train.py"), accelerator="gpu", accelerator_count=4
+    )
+    assert keps == own
     assert ours.Runtime("r", own).trainer_type == "BuiltinTrainer"
     assert ours.Runtime("r").trainer_type is None
 

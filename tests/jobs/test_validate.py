@@ -157,6 +157,12 @@ def test_files_of_the_working_directory(tmp_path, monkeypatch, backend):
             build(job)
         return
     assert build(job).config["data"]["train"] == [{"path": str(tmp_path / "dataset" / "rows.jsonl")}]
+    (tmp_path / "model").mkdir()  # not what a preset's own model is fetched to
+    preset = build(Asked(backend, builtin(), "luthier-qwen3-0.6b"))
+    assert (preset.config["model"], preset.config["data"]["train"][0]["path"]) == ("model", "dataset")
+    (tmp_path / "tok").mkdir()
+    own = build(Asked(backend, builtin(), "luthier-qwen3-0.6b", None, BuiltinTrainer(TorchTuneConfig(tokenizer="tok"))))
+    assert own.config["tokenizer"] == str(tmp_path / "tok")
     fetched = Initializer(DatasetInitializer("hf://a/b"))
     again = build(Asked(backend, builtin(), None, fetched, BuiltinTrainer(config)))
     assert again.config["data"]["train"] == [{"path": "dataset/rows.jsonl"}]

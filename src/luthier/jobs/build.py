@@ -29,7 +29,7 @@ from luthier.jobs.runtimes import ANY_FUNCTION, ANY_MODEL, find, preset_of
 from luthier.jobs.select import select
 from luthier.jobs.source import source_of
 from luthier.jobs.spec import DATASET, MODEL, Function, JobSpec
-from luthier.jobs.trainers import BuiltinTrainer, CustomTrainer, CustomTrainerContainer, Trainer
+from luthier.jobs.trainers import AnyTrainer, BuiltinTrainer, CustomTrainer, CustomTrainerContainer
 from luthier.jobs.transfers import dataset_transfer, export_transfer, model_transfer
 from luthier.jobs.types import Framework, Initializer, ModelExporter, Runtime, TrainerType
 from luthier.jobs.validate import Errors, check_environment, check_labels, check_name, check_types, gpus_of
@@ -50,7 +50,7 @@ class Asked:
     runtimes: Sequence[Runtime]
     runtime: str | Runtime | None = None
     initializer: Initializer | None = None
-    trainer: Trainer | None = None
+    trainer: AnyTrainer | None = None
     options: Sequence[Option] = ()
     exporter: ModelExporter | None = None
     errors: Errors = field(default_factory=list)
@@ -89,7 +89,7 @@ def _check_given(asked: Asked) -> None:
         ("trainer", asked.trainer),
         ("exporter", asked.exporter),
     ):
-        kinds: Any = {"initializer": Initializer, "trainer": Trainer, "exporter": ModelExporter}[where]
+        kinds: Any = {"initializer": Initializer, "trainer": AnyTrainer, "exporter": ModelExporter}[where]
         if thing is None:
             continue
         if not isinstance(thing, kinds):
@@ -105,7 +105,7 @@ def _check_given(asked: Asked) -> None:
             check_types(option, f"options.{number}", asked.errors)
 
 
-def _runtime_and_trainer(asked: Asked) -> tuple[Runtime, Trainer]:
+def _runtime_and_trainer(asked: Asked) -> tuple[Runtime, AnyTrainer]:
     """The runtime that is meant, and a trainer that it takes.
 
     Raises:
@@ -173,7 +173,10 @@ def _check_engine(asked: Asked, trainer: BuiltinTrainer, config: dict[str, Any])
     try:
         engine(trainer.engine).check(config)
     except ConfigError as error:
-        asked.refuse(f"trainer.{error.where}" if error.where else "trainer.engine", error.what, error.remedy)
+        if error.where is None and "\n" in error.what:  # several at once, each with its field
+            asked.errors += [ConfigError(f"trainer.{line}") for line in error.what.splitlines()]
+        else:
+            asked.refuse(f"trainer.{error.where}" if error.where else "trainer.engine", error.what, error.remedy)
 
 
 def _custom(asked: Asked, runtime: Runtime, trainer: CustomTrainer) -> dict[str, Any]:
@@ -257,7 +260,7 @@ def _environment(asked: Asked, env: Any) -> dict[str, str]:
     return dict(env or {})
 
 
-def _options(asked: Asked, trainer: Trainer) -> dict[str, Any]:
+def _options(asked: Asked, trainer: AnyTrainer) -> dict[str, Any]:
     spec: dict[str, Any] = {"name": secrets.choice(string.ascii_lowercase) + secrets.token_hex(6)[:11]}
     words: dict[str, list[str]] = {}
     for number, option in enumerate(asked.options):

@@ -18,7 +18,7 @@ from luthier.jobs.options import (
 )
 from luthier.jobs.runtimes import find
 from luthier.jobs.spec import JobSpec, node_step
-from luthier.jobs.trainers import Trainer
+from luthier.jobs.trainers import AnyTrainer
 from luthier.jobs.types import (
     COMPLETE,
     FAILED,
@@ -102,7 +102,7 @@ class TrainerClient:
         self,
         runtime: str | Runtime | None = None,
         initializer: Initializer | None = None,
-        trainer: Trainer | None = None,
+        trainer: AnyTrainer | None = None,
         options: Sequence[Option] | None = None,
         *,
         exporter: ModelExporter | None = None,
@@ -114,7 +114,7 @@ class TrainerClient:
         self,
         runtime: str | Runtime | None = None,
         initializer: Initializer | None = None,
-        trainer: Trainer | None = None,
+        trainer: AnyTrainer | None = None,
         options: Sequence[Option] | None = None,
         *,
         exporter: ModelExporter | None = None,
@@ -125,7 +125,7 @@ class TrainerClient:
         self,
         runtime: str | Runtime | None = None,
         initializer: Initializer | None = None,
-        trainer: Trainer | None = None,
+        trainer: AnyTrainer | None = None,
         options: Sequence[Option] | None = None,
         *,
         exporter: ModelExporter | None = None,

@@ -32,14 +32,17 @@ def drafted(config: TorchTuneConfig | LuthierConfig, preset: Preset | None, aske
         ranks: processes in all; None where that is not known yet.
     """
     initializer = asked.initializer or Initializer()
+    here = asked.backend != "kubernetes"
     if isinstance(config, TorchTuneConfig):
         method: Method = "lora" if config.peft_config is not None else "full"
         draft = convert(config, _base(preset, method, ranks, initializer))
+        _settle(draft, draft.config, "tokenizer", f"{AT}.tokenizer", here=here)
     else:
         given = config.given()
         method = "lora" if given.get("adapter") else "full"
-        draft = _laid_over(_base(preset, method, ranks, initializer), given)
-        _settle_paths(draft, initializer, here=asked.backend != "kubernetes")
+        draft = Draft(_base(preset, method, ranks, initializer))
+        _settle_all(draft, given, initializer, here=here)
+        _lay_over(draft, given)
     _check_present(draft, preset, initializer)
     train = draft.config.setdefault("train", {})
     if train.get("epochs") is None and train.get("steps") is None and not draft.errors:
@@ -100,9 +103,8 @@ def _origin(draft: Draft, path: str) -> str:
 # --- LuthierConfig ----------------------------------------------------------------------------------------------------
 
 
-def _laid_over(base: dict[str, Any], given: dict[str, Any]) -> Draft:
-    """What was given, over what the runtime says."""
-    draft = Draft(base)
+def _lay_over(draft: Draft, given: dict[str, Any]) -> None:
+    """Put what was given over what the runtime says."""
     if "output" in given:
         remedy = "leave it out, and take the result elsewhere with an exporter"
         draft.refuse(f"{AT}.output", "is the workspace's output/ for every job", remedy)
@@ -111,7 +113,6 @@ def _laid_over(base: dict[str, Any], given: dict[str, Any]) -> Draft:
     _merge(draft.config, given, ())
     if template := draft.config.get("data", {}).get("chat_template"):
         carry_template(template, f"{AT}.data.chat_template", draft)
-    return draft
 
 
 def _merge(base: dict[str, Any], given: Mapping[str, Any], path: tuple[str, ...]) -> None:
@@ -123,31 +124,33 @@ def _merge(base: dict[str, Any], given: Mapping[str, Any], path: tuple[str, ...]
             base[key] = value
 
 
-def _settle_paths(draft: Draft, initializer: Initializer, *, here: bool) -> None:
-    """Files of the directory where the job is submitted are meant from wherever it runs.
+def _settle_all(draft: Draft, given: dict[str, Any], initializer: Initializer, *, here: bool) -> None:
+    """Let all paths that were given mean what they mean where the job is submitted; those of what is fetched aside."""
+    fetched = {DATASET: initializer.dataset is not None, MODEL: initializer.model is not None}
+    places = [(given, "model", "model"), (given, "tokenizer", "tokenizer")]
+    places += [(given.get("adapter") or {}, "start_from", "adapter.start_from")]
+    for part in ("train", "validation"):
+        sources = given.get("data", {}).get(part) or ()
+        places += [(source, "path", f"data.{part}.{number}.path") for number, source in enumerate(sources)]
+    for section, key, where in places:
+        if not fetched.get(str(section.get(key)).split("/")[0]):
+            _settle(draft, section, key, f"{AT}.{where}", here=here)
+
+
+def _settle(draft: Draft, section: dict[str, Any], key: str, where: str, *, here: bool) -> None:
+    """Make a path of this machine absolute, since nodes start in the workspace.
 
     Args:
         here: whether the nodes see the files of this machine.
     """
-    config = draft.config
-    data, adapter = config.get("data", {}), config.get("adapter") or {}
-    places = [
-        (config, "model", "model"),
-        (config, "tokenizer", "tokenizer"),
-        (adapter, "start_from", "adapter.start_from"),
-    ]
-    for part in ("train", "validation"):
-        places += [(source, "path", f"data.{part}.{n}.path") for n, source in enumerate(data.get(part) or ())]
-    fetched = {DATASET: initializer.dataset is not None, MODEL: initializer.model is not None}
-    for section, key, where in places:
-        path = section.get(key)
-        if not isinstance(path, str) or "://" in path or fetched.get(path.split("/")[0]) or not _is_there(path):
-            continue
-        if here:
-            section[key] = os.path.abspath(path)
-        elif not os.path.isabs(path):
-            remedy = "upload it, and name it in an initializer"
-            draft.refuse(f"{AT}.{where}", f'"{path}" is a file of this machine, which pods do not see', remedy)
+    path = section.get(key)
+    if not isinstance(path, str) or "://" in path or not _is_there(path):
+        return
+    if here:
+        section[key] = os.path.abspath(path)
+    elif not os.path.isabs(path):
+        remedy = "upload it, and name it in an initializer"
+        draft.refuse(where, f'"{path}" is a file of this machine, which pods do not see', remedy)
 
 
 def _is_there(path: str) -> bool:

@@ -241,7 +241,7 @@ class BuiltinTrainer:
     env: Mapping[str, str] | None = None
 
 
-Trainer = BuiltinTrainer | CustomTrainer | CustomTrainerContainer
+AnyTrainer = BuiltinTrainer | CustomTrainer | CustomTrainerContainer
 
 
 @fields_named
@@ -249,7 +249,7 @@ Trainer = BuiltinTrainer | CustomTrainer | CustomTrainerContainer
 class TrainJobTemplate:
     """What `train(**template)` takes, to be kept and used again."""
 
-    trainer: Trainer | None = None
+    trainer: AnyTrainer | None = None
     runtime: str | Runtime | None = None
     initializer: Initializer | None = None
 

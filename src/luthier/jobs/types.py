@@ -8,7 +8,7 @@ will do as text (`dtype="bf16"`). `None` means "not given"; zero, False and empt
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from enum import StrEnum
@@ -52,6 +52,22 @@ def fields_named(cls: type[Given]) -> type[Given]:
     return cls
 
 
+def also_named(**names: str) -> Callable[[type[Given]], type[Given]]:
+    """Let fields be given by other names, too."""
+
+    def name(cls: type[Given]) -> type[Given]:
+        make: Any = cls.__init__
+
+        @functools.wraps(make)
+        def init(self: Given, *args: Any, **given: Any) -> None:
+            make(self, *args, **{names.get(name, name): value for name, value in given.items()})
+
+        cls.__init__ = init  # type: ignore[method-assign, assignment]
+        return cls
+
+    return name
+
+
 class TrainerType(StrEnum):
     CUSTOM_TRAINER = "CustomTrainer"
     BUILTIN_TRAINER = "BuiltinTrainer"
@@ -77,9 +93,12 @@ class RuntimeKind(StrEnum):
 # --- runtimes -------------------------------------------------------------------------------------------------------
 
 
+@also_named(entrypoint="command", accelerator="device", accelerator_count="device_count")
+@fields_named
 @dataclass
 class RuntimeTrainer:
-    """The trainer of a runtime. KEP-2401 calls three of its fields entrypoint, accelerator and accelerator_count.
+    """The trainer of a runtime. KEP-2401 calls it Trainer, and three of its fields entrypoint, accelerator and
+    accelerator_count.
 
     Attributes:
         image: container image; empty where a backend runs no containers.
@@ -113,6 +132,10 @@ class RuntimeTrainer:
         return self.device_count
 
 
+Trainer = RuntimeTrainer
+
+
+@fields_named
 @dataclass
 class Runtime:
     """A blueprint of jobs. To name one in `train`, its name alone suffices.
