@@ -17,7 +17,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint .venv/constraints.txt
 HAS_CUDA := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test test-postgresql load fuzz matrix bench lint format reference presets manifests clean
+.PHONY: help demo test test-postgresql load fuzz matrix bench lint format reference sizes presets manifests clean
 
 help:
 	@echo "make demo       train a small real model on the data that comes with Luthier, and ask it before and after"
@@ -31,6 +31,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make format     put the code in form"
 	@echo "make reference  write docs/config.md from the config models"
+	@echo "make sizes      measure the well-known models, so that estimates of them need not (a minute)"
 	@echo "make presets    find the layouts of the catalogue of models, and write them beside it (some minutes)"
 	@echo "make manifests  write the runtimes of the catalogue as objects of Kubeflow Trainer"
 	@echo "make clean      remove .venv and caches"
@@ -71,6 +72,9 @@ format: .venv/.dev
 
 reference: .venv/.core
 	$(BIN)/python -m luthier.config.reference > docs/config.md
+
+sizes: .venv/.core
+	OMP_NUM_THREADS=1 $(BIN)/python -m luthier.estimate.remeasure src/luthier/estimate/sizes
 
 presets: .venv/.core
 	OMP_NUM_THREADS=1 $(BIN)/python -m luthier.estimate.presets > src/luthier/config/presets/layouts.new

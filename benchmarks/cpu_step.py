@@ -30,7 +30,7 @@ from luthier.hf.allocator import tune_allocator
 from luthier.hf.attention import document_mask, register_attention
 from luthier.hf.documents import documents, documents_of
 from luthier.hf.fast_cpu import accelerate_model
-from luthier.losses import streamed_cross_entropy
+from luthier.losses.cross_entropy import streamed_cross_entropy
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ROW, SHORTEST, LONGEST = 2000, 16, 512

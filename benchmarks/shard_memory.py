@@ -116,7 +116,8 @@ def measure(source: str, directory: Path, precision: Any) -> None:
     from luthier.engine.step import forward_backward_all, optim_step
     from luthier.hf.save import save_model
     from luthier.hf.source import resolve
-    from luthier.parallel.mesh import Layout, Mesh
+    from luthier.parallel.layout import Layout
+    from luthier.parallel.mesh import Mesh
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, parallel = torch.device("cpu"), ParallelConfig(dp_shard=ranks)

@@ -147,7 +147,8 @@ def ready(model: str, layout: str, kind: str) -> Any:
     from luthier.config.sections import AdamWConfig
     from luthier.engine.build import build_state
     from luthier.hf.source import resolve
-    from luthier.parallel.mesh import Layout, Mesh
+    from luthier.parallel.layout import Layout
+    from luthier.parallel.mesh import Mesh
 
     mesh, parallel, device = None, None, torch.device("cpu")
     if degrees := LAYOUTS[layout]:

@@ -11,7 +11,7 @@ import pytest
 from luthier.config.sections import AdamWConfig
 from luthier.estimate.memory import memory_of
 from luthier.estimate.plan import Plan, held_by
-from luthier.parallel.mesh import Layout
+from luthier.parallel.layout import Layout
 from tests.estimate.layouts import save_config, step
 from tests.estimate.test_traffic import LORA, prepared
 from tests.world import World

@@ -13,13 +13,14 @@ from luthier.errors import ConfigError
 from luthier.estimate import find_layouts, lines
 from luthier.estimate.cluster import find_cluster, this_machine
 from luthier.estimate.memory import memory
-from luthier.estimate.models import find_model, known
+from luthier.estimate.models import known
 from luthier.estimate.plan import Plan
-from luthier.estimate.run import parse_layout, prepare
+from luthier.estimate.prepare import find_model, prepare
+from luthier.estimate.run import parse_layout
 from luthier.estimate.search import CHECKPOINTING, layouts, search
 from luthier.estimate.time import least_time, step_time
 from luthier.hf.load import build_on_meta, model_class
-from luthier.parallel.mesh import Layout
+from luthier.parallel.layout import Layout
 
 PARAMETERS = {
     "Qwen/Qwen3-0.6B": 596_049_920,

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from luthier.losses import chunked_logprobs, cross_entropy_from_logits, streamed_cross_entropy
-from luthier.losses.cross_entropy import LogitsFunction
+from luthier.losses.cross_entropy import (
+    LogitsFunction,
+    chunked_logprobs,
+    cross_entropy_from_logits,
+    streamed_cross_entropy,
+)
 
 VOCABULARY, HIDDEN = 97, 16
 
@@ -161,18 +165,14 @@ def test_nothing_to_train_gives_zero_and_gradients(n: int) -> None:
 
 
 def test_chunks_and_tiles_change_nothing_but_rounding() -> None:
-    results = []
+    """Whatever is made at a time, fp32 is as near to the formula in float64."""
     for chunk, tile in [(512, None), (3, 20), (1, 5)]:
         hidden, weight, _, targets, coefficients = make(11, torch.float32)
+        expected, _, gradients = oracle(hidden, weight, None, targets, coefficients)
         loss, _ = streamed_cross_entropy(hidden, weight, targets, coefficients, chunk=chunk, tile=tile)
         loss.backward()
-        results.append((loss.detach(), hidden.grad, weight.grad))
-    for loss, hidden_gradient, weight_gradient in results[1:]:
-        assert hidden_gradient is not None
-        assert weight_gradient is not None
-        torch.testing.assert_close(loss, results[0][0], rtol=1e-6, atol=0)
-        torch.testing.assert_close(hidden_gradient, results[0][1], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(weight_gradient, results[0][2], rtol=1e-5, atol=1e-6)
+        for found, right in zip((loss, hidden.grad, weight.grad), (expected, *gradients), strict=True):
+            assert error(found, right) <= 2e-6
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 512])

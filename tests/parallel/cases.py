@@ -21,7 +21,8 @@ from luthier.engine.evaluate import evaluate
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all, optim_step
 from luthier.hf.source import resolve
-from luthier.parallel.mesh import Layout, Mesh
+from luthier.parallel.layout import Layout
+from luthier.parallel.mesh import Mesh
 from tests.oracles.plain import Reference, plain_model, weighted_sum
 from tests.oracles.rows import documents
 

@@ -13,12 +13,12 @@ from luthier.errors import ConfigError
 from luthier.hf.load import build_on_meta
 from luthier.hf.tiny import debug_config
 from luthier.parallel import rules
-from luthier.parallel.balance import balance, costs
+from luthier.parallel.balance import Part, balance
 from luthier.parallel.cuttable import refusal, roles_of
-from luthier.parallel.mesh import Layout
+from luthier.parallel.layout import Layout
 from luthier.parallel.pipeline import cut
 from luthier.parallel.programs import PROGRAMS, stages_of
-from luthier.parallel.stages import Part, remove_others
+from luthier.parallel.stages import costs, remove_others
 
 
 def on_meta(kind: str, **changes: Any) -> Any:

@@ -13,7 +13,8 @@ from luthier.adapters import apply_lora
 from luthier.config.sections import LoraConfig
 from luthier.hf.load import load_model
 from luthier.hf.source import resolve
-from luthier.report.flops import AttentionFlops, ModelFlops, count_flops
+from luthier.report.flops import count_flops
+from luthier.report.operations import AttentionFlops, ModelFlops
 
 LENGTH = 12
 

@@ -128,7 +128,7 @@ def launched(
     if asked is None:
         return None
     from luthier.launch.agent import start
-    from luthier.parallel.mesh import Layout
+    from luthier.parallel.layout import Layout
 
     fits = functools.partial(Layout.resolve, parallel) if parallel is not None else None
     return start(asked, context.find_root().obj, logs, fits=fits)

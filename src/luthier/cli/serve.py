@@ -119,7 +119,7 @@ def _degrees(layout: str | None, ranks: int) -> dict[str, Any] | None:
         return None
     from luthier.config import ParallelConfig
     from luthier.estimate.run import parse_layout
-    from luthier.parallel.mesh import Layout
+    from luthier.parallel.layout import Layout
 
     parallel = parse_layout(layout or "dp_shard -1", ParallelConfig())
     Layout.resolve(parallel, ranks)

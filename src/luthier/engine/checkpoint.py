@@ -41,7 +41,8 @@ from luthier.engine.checkpoint_tensors import (
 from luthier.engine.state import Counters, TrainState
 from luthier.errors import CheckpointError, first_line
 from luthier.hf.together import Group, rank_in, tell, together, told_once
-from luthier.parallel.mesh import Layout, Mesh
+from luthier.parallel.layout import Layout
+from luthier.parallel.mesh import Mesh
 
 _COMMITTED = re.compile(r"step-(\d{6,})")
 _WRITING = ".writing-"

@@ -12,9 +12,8 @@ from typing import Any, Literal
 import torch
 
 from luthier.hf.head import HeadInfo, head_logits, linear_head
+from luthier.losses.chunks import DEFAULT_CHUNK, LOGITS_CHUNK
 from luthier.losses.cross_entropy import (
-    DEFAULT_CHUNK,
-    LOGITS_CHUNK,
     chunked_logprobs,
     cross_entropy_from_logits,
     streamed_cross_entropy,

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from luthier.errors import ConfigError
-from luthier.report.throughput import peak_flops
 
 GIB = 2**30
 
@@ -120,6 +118,10 @@ _NEEDED = "give " + ", ".join(name for name, field in Cluster.model_fields.items
 @cache
 def this_machine() -> Cluster:
     """The CPU, measured in about a second: its products, its memory and its loopback, which all ranks share."""
+    import torch
+
+    from luthier.report.throughput import peak_flops
+
     cpu = torch.device("cpu")
     return Cluster(
         name="cpu",
@@ -139,6 +141,8 @@ def this_machine() -> Cluster:
 
 def _copies() -> float:
     """Bytes a second that a copy reads and writes."""
+    import torch
+
     source = torch.ones(32 << 20, dtype=torch.uint8)
     target = torch.empty_like(source)
     best = float("inf")

@@ -17,7 +17,8 @@ from luthier.hf.linear import linear_shape
 from luthier.hf.outline import Work, outline
 from luthier.hf.plans import tensor_plan
 from luthier.parallel.styles import CHANGES_HANDS, COLWISE, ROWWISE, lie, lie_of_adapter
-from luthier.report.flops import LayerFlops, count_flops
+from luthier.report.flops import count_flops
+from luthier.report.operations import LayerFlops
 
 _SHORT, _LONG = (128, 256), (640, 1280)
 """Tokens of the documents that tell how what a layer keeps grows: with the tokens, and with their square. On the CPU

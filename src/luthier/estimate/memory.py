@@ -13,8 +13,8 @@ from operator import attrgetter
 
 from luthier.estimate.plan import Held, Plan, different, held_by
 from luthier.estimate.shape import LayerShape, ModelShape, Totals, totals
-from luthier.losses.cross_entropy import DEFAULT_CHUNK
-from luthier.parallel.mesh import Layout
+from luthier.losses.chunks import DEFAULT_CHUNK
+from luthier.parallel.layout import Layout
 
 _KEPT_BYTES = 320 << 20
 _TILE = {True: 2048, False: 16384}

@@ -8,8 +8,6 @@ from typing import Any
 
 import yaml
 
-from luthier.hf.source import ModelSource, config_from_fields, resolve
-
 
 @cache
 def known() -> dict[str, dict[str, Any]]:
@@ -18,22 +16,7 @@ def known() -> dict[str, dict[str, Any]]:
     return {f"{fields.pop('owner')}/{name}": fields for name, fields in table.items()}
 
 
-def find_model(model: str, revision: str | None = None) -> tuple[ModelSource, Any | None]:
-    """What a model string means for an estimate.
-
-    Args:
-        model: as `resolve` reads it; of a model in the table the owner may be left out.
-        revision: of a Hub model; then the table is not asked.
-
-    Returns:
-        the source, and the config where the table has it.
-
-    Raises:
-        ModelError: there is no such file, directory, package or model type.
-    """
+def full_name(model: str) -> str | None:
+    """The name in the table of a model string, whose owner may be left out; None where it is not there."""
     names = {name.lower(): name for name in known()} | {name.partition("/")[2].lower(): name for name in known()}
-    full = names.get(model.strip().removeprefix("hf://").lower())
-    source = resolve(full or model, revision=revision)
-    if full is None or source.kind != "hub" or revision is not None:
-        return source, None
-    return source, config_from_fields(known()[full])
+    return names.get(model.strip().removeprefix("hf://").lower())

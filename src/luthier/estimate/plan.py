@@ -10,7 +10,7 @@ from typing import Literal
 
 from luthier.estimate.shape import LayerShape, ModelShape, Weight
 from luthier.parallel.balance import balance
-from luthier.parallel.mesh import Layout
+from luthier.parallel.layout import Layout
 from luthier.parallel.programs import PROGRAMS
 
 Checkpointing = Literal["off", "full", "selective", "offloaded"]

@@ -3,88 +3,26 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import asdict
 from typing import Any
 
-import torch
-from torch import nn
-
-from luthier.adapters import apply_lora, is_adapter_weight
-from luthier.adapters.structure import settle_ties
 from luthier.config import ParallelConfig, RunConfig
-from luthier.engine.build import DTYPES, choose_device, choose_precision
 from luthier.errors import ConfigError
+from luthier.estimate import measured
 from luthier.estimate.cluster import Cluster, find_cluster
 from luthier.estimate.flops import useful
-from luthier.estimate.measure import measure
 from luthier.estimate.memory import memory
-from luthier.estimate.models import find_model
 from luthier.estimate.plan import Plan
-from luthier.estimate.search import Found, search
+from luthier.estimate.search import Found, Refusal, search
 from luthier.estimate.shape import ModelShape
 from luthier.estimate.time import mfu, step_time
 from luthier.estimate.traffic import busiest, on_links
-from luthier.hf.anatomy import describe
-from luthier.hf.load import build_on_meta, model_class, tie_on_meta
-from luthier.hf.source import load_config
-from luthier.optim.build import build_optimizer
-from luthier.parallel import rules
-from luthier.parallel.mesh import Layout
+from luthier.parallel.layout import Layout
 from luthier.parallel.programs import PROGRAMS, stages_of
 
 _MOST_RANKS = 1_000_000
 _TOKENS_A_GPU = 16384
 """Of a step, where a search is not told how many."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A run's model, measured.
-
-    Attributes:
-        model: on meta, adapters in place.
-        shape: its sizes.
-        adapter: what was adapted, in a line.
-        precision: of weights and arithmetic.
-    """
-
-    model: Any
-    shape: ModelShape
-    adapter: str | None
-    precision: str
-
-
-def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
-    """Build a run's model on meta and measure it. Nothing but its `config.json` is read, no weight and no row.
-
-    Args:
-        config: of the run; data may be empty.
-        cpu: for the CPU.
-
-    Raises:
-        ModelError: the model's config cannot be found or read.
-    """
-    source, own = find_model(config.model, config.revision)
-    trust = config.trust_remote_code
-    own = own if own is not None else load_config(source, trust_remote_code=trust)
-    precision = config.train.precision or ("bf16" if not cpu else choose_precision(None, torch.device("cpu")))
-    model: Any = build_on_meta(model_class(source, own, trust_remote_code=trust), own)
-    for parameter in model.parameters():  # not the buffers: rope's frequencies stay fp32
-        parameter.data = parameter.data.to(DTYPES[precision])
-    line = None
-    if config.adapter is not None:
-        line = str(apply_lora(model, config.adapter, config.seed))
-    settle_ties(model)
-    tie_on_meta(model)
-    inside = tuple(f"{layer}." for layer in describe(model).layers)
-    optimizer = build_optimizer(
-        model.named_parameters(),
-        config.optimizer,
-        adapters=is_adapter_weight,
-        hidden_matrices=lambda name: name.startswith(inside),
-    )
-    return Prepared(model, measure(model, optimizer, length=config.data.sequence_length, cpu=cpu), line, precision)
 
 
 def estimate(
@@ -110,6 +48,10 @@ def estimate(
         ModelError: the model's config cannot be found or read.
         ConfigError: the model does not admit the layout, or so many GPUs are nowhere.
     """
+    from luthier.engine.build import choose_device
+    from luthier.estimate.prepare import prepare
+    from luthier.parallel import rules
+
     _refuse_more_than_there_are(gpus or 1)
     parallel = parse_layout(layout, config.parallel) if layout is not None else config.parallel
     cpu = cluster == "cpu" or (cluster is None and choose_device(config.train.device).type == "cpu")
@@ -118,7 +60,8 @@ def estimate(
     rules.check(prepared.model, resolved, stages_of(parallel.pipeline_schedule, parallel.stages_per_rank))
     plan = _plan(config, parallel, resolved)
     shape = prepared.shape
-    result = _about(config, prepared, plan)
+    about = measured.About(type(prepared.model).__name__, prepared.adapter, prepared.precision, shape)
+    result = _about(config, about, plan)
     result["memory"] = memory(shape, plan).to_dict()
     if cluster is None and resolved.ranks == 1:
         return result
@@ -146,21 +89,11 @@ def find_layouts(config: RunConfig, gpus: int, cluster: str = "h200", keep: int 
     """
     _refuse_more_than_there_are(gpus)
     machine = find_cluster(cluster)
-    prepared = prepare(config, cpu=machine.shared)
     length = config.data.sequence_length
     tokens = config.train.tokens_per_step or (config.train.rows_per_step or 0) * length or _TOKENS_A_GPU * gpus
-
-    _shorten(prepared.model, prepared.shape)
-
-    @cache
-    def refusal(name: str, degree: int) -> str | None:
-        if name == "pp":  # the number of layers aside, what cuts a model in two cuts it anywhere
-            few = degree > len(prepared.shape.layers)
-            return "it has too few layers" if few else rules.REFUSALS[name](prepared.model, 2)
-        return rules.REFUSALS[name](prepared.model, degree)
-
+    about, refusal = _measured(config, machine, gpus)
     found = search(
-        prepared.shape,
+        about.shape,
         machine,
         gpus,
         length=length,
@@ -169,9 +102,9 @@ def find_layouts(config: RunConfig, gpus: int, cluster: str = "h200", keep: int 
         schedule=config.parallel.pipeline_schedule,
         keep=keep,
     )
-    result = _about(config, prepared, found[0].plan)
+    result = _about(config, about, found[0].plan)
     local = machine.for_ranks(gpus)
-    entries = [_entry(prepared.shape, one, local) for one in found]
+    entries = [_entry(about.shape, one, local) for one in found]
     return result | {"cluster": machine.name, "gpus": gpus, "step_tokens": tokens, "layouts": entries}
 
 
@@ -197,21 +130,6 @@ def parse_layout(text: str, base: ParallelConfig) -> ParallelConfig:
         named.add(name)
         degrees[name] = degree
     return ParallelConfig.model_validate(base.model_dump() | degrees)
-
-
-def _shorten(model: Any, shape: ModelShape) -> None:
-    """Leave a model two layers, and one of every other kind: enough to say which degrees it admits, and fast."""
-    layers = describe(model).layers
-    parents = {name.rpartition(".")[0] for name in layers}
-    if len(parents) != 1:
-        return
-    seen: set[int] = set()
-    kept = []
-    for index, layer in enumerate(shape.layers):
-        if index < 2 or id(layer) not in seen:
-            kept.append(layers[index])
-        seen.add(id(layer))
-    model.set_submodule(parents.pop(), nn.ModuleList(model.get_submodule(name) for name in kept))
 
 
 def _refuse_more_than_there_are(gpus: int) -> None:
@@ -249,8 +167,20 @@ def _plan(config: RunConfig, parallel: ParallelConfig, layout: Layout) -> Plan:
     )
 
 
-def _about(config: RunConfig, prepared: Prepared, plan: Plan) -> dict[str, Any]:
-    shape, length = prepared.shape, config.data.sequence_length
+def _measured(config: RunConfig, machine: Cluster, gpus: int) -> tuple[measured.About, Refusal]:
+    """A run's model in sizes, and the degrees that it admits: from the table where it is there, else measured now."""
+    kept = measured.find(config) if not machine.shared else None
+    if kept is not None and max(gpus, machine.gpus_per_node) <= measured.MOST_RANKS:
+        return kept.about, kept.refusal
+    from luthier.estimate.prepare import prepare, refusals
+
+    prepared = prepare(config, cpu=machine.shared)
+    about = measured.About(type(prepared.model).__name__, prepared.adapter, prepared.precision, prepared.shape)
+    return about, refusals(prepared)
+
+
+def _about(config: RunConfig, about: measured.About, plan: Plan) -> dict[str, Any]:
+    shape, length = about.shape, config.data.sequence_length
     one = Plan(Layout(), length)
     forward = useful(shape, one, backward=False)
     token = useful(shape, one) / length
@@ -258,9 +188,9 @@ def _about(config: RunConfig, prepared: Prepared, plan: Plan) -> dict[str, Any]:
     steps = config.train.steps
     return {
         "model": config.model,
-        "architecture": type(prepared.model).__name__,
-        "adapter": prepared.adapter,
-        "precision": prepared.precision,
+        "architecture": about.architecture,
+        "adapter": about.adapter,
+        "precision": about.precision,
         "sequence_length": length,
         "parameters": {
             "total": shape.parameters,

@@ -14,7 +14,7 @@ from luthier.estimate.memory import Memory, memory
 from luthier.estimate.plan import Checkpointing, Plan
 from luthier.estimate.shape import ModelShape
 from luthier.estimate.time import Time, least_time, mfu, step_time
-from luthier.parallel.mesh import Layout
+from luthier.parallel.layout import Layout
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("off", "selective", "full")
 

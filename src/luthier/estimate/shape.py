@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from luthier.parallel.mesh import Layout
-from luthier.report.flops import LayerFlops
+from luthier.parallel.layout import Layout
+from luthier.report.operations import LayerFlops
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from luthier.estimate.flops import useful, work
 from luthier.estimate.plan import AGAIN, Held, Plan, different, held_by
 from luthier.estimate.shape import ModelShape, Totals, totals
 from luthier.estimate.traffic import Axis, Flow, Phase, on_links, traffic, waited_for
-from luthier.parallel.mesh import Layout
+from luthier.parallel.layout import Layout
 
 _HIDDEN: tuple[Axis, ...] = ("fsdp", "efsdp", "dp_replicate")
 """Axes whose messages travel while layers compute."""

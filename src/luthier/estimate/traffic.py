@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 
 from luthier.estimate.plan import AGAIN, Held, Plan, held_by
 from luthier.estimate.shape import LayerShape, ModelShape, totals
-from luthier.losses.cross_entropy import DEFAULT_CHUNK
-from luthier.parallel.mesh import Layout
+from luthier.losses.chunks import DEFAULT_CHUNK
+from luthier.parallel.layout import Layout
 from luthier.parallel.programs import PROGRAMS
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "broadcast"]

@@ -19,12 +19,9 @@ from typing import Any, cast
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from luthier.losses.chunks import DEFAULT_CHUNK, LOGITS_CHUNK
 from luthier.losses.streaming import Gradients, LinearHead, stream
 
-DEFAULT_CHUNK = 1024
-"""Positions at a time: large matrix products, and the weight is read once for most rows of a microbatch."""
-LOGITS_CHUNK = 256
-"""Positions at a time where a chunk of logits is whole."""
 _KEPT_BYTES = 320 << 20
 """Scores kept for the gradient of the weight are at most this large."""
 

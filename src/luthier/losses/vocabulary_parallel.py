@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from luthier.losses.cross_entropy import DEFAULT_CHUNK, exact_sum, wide_dtype, with_gradients
+from luthier.losses.chunks import DEFAULT_CHUNK
+from luthier.losses.cross_entropy import exact_sum, wide_dtype, with_gradients
 from luthier.losses.streaming import LinearHead
 
 _KEPT_BYTES = 256 << 20

@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from luthier.hf.anatomy import describe
-from luthier.parallel.stages import Part, Roles
+if TYPE_CHECKING:
+    from luthier.parallel.stages import Roles
 
 
-def costs(model: Any, roles: Roles) -> tuple[list[float], float]:
-    """What a token costs in each layer, and after them, in weights that it is multiplied by.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one stage runs: layers `start` to `stop` (exclusive), and what is before or after all of them.
 
-    An embedding is looked up, which costs nothing beside a matrix product. Of experts only those count that a token is
-    sent to.
-
-    Args:
-        model: whole, on meta or not.
-        roles: of its modules.
+    Attributes:
+        index: of the stage.
+        stages: how many there are in all.
     """
-    experts = set(describe(model).experts)
-    config = model.config.get_text_config()
-    chosen = next((n for n in (getattr(config, name, None) for name in _CHOSEN) if isinstance(n, int)), 1)
 
-    def cost(name: str) -> float:
-        total = 0.0
-        for inner, module in model.get_submodule(name).named_modules():
-            share = 1.0
-            for parameter in module.parameters(recurse=False):
-                if f"{name}.{inner}" in experts and parameter.dim() == 3:
-                    share = min(1.0, chosen / parameter.shape[0])
-                total += parameter.numel() * share
-        return total
+    index: int
+    stages: int
+    start: int
+    stop: int
 
-    return [cost(name) for name in roles.layers], sum(cost(name) for name in roles.after)
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
 
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.stages - 1
 
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
-"""Names under which configs say how many experts see a token."""
+    def owned(self, roles: Roles) -> tuple[str, ...]:
+        """Names of the modules whose weights this stage has."""
+        before = roles.before if self.is_first else ()
+        after = roles.after if self.is_last else ()
+        return (*before, *roles.layers[self.start : self.stop], *after)
 
 
 def balance(layers: Sequence[float], after: float, stages: int) -> tuple[Part, ...]:

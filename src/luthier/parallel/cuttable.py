@@ -27,7 +27,8 @@ from luthier.hf.forward import hidden_states
 from luthier.hf.quiet import quiet
 from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.small import Kind, kind_of, make_small
-from luthier.parallel.stages import TOKENS, WIDTH, Part, Roles, remove_others, run
+from luthier.parallel.balance import Part
+from luthier.parallel.stages import TOKENS, WIDTH, Roles, remove_others, run
 
 _TOKENS = 9
 _TOLERANCE = 1e-4

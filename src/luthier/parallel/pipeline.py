@@ -23,10 +23,10 @@ from torch.distributed.pipelining import PipelineStage
 from luthier.batch import NO_TOKEN, Batch, Sample
 from luthier.errors import ConfigError
 from luthier.hf.gather import local_part, reshard
-from luthier.parallel.balance import balance, costs
+from luthier.parallel.balance import Part, balance
 from luthier.parallel.cuttable import roles_of
 from luthier.parallel.programs import PROGRAMS, Program, stages_of
-from luthier.parallel.stages import TOKENS, Part, Roles, copies, remove_others, run
+from luthier.parallel.stages import TOKENS, Roles, copies, costs, remove_others, run
 
 Score = Callable[[torch.Tensor, Batch, int], tuple[torch.Tensor, torch.Tensor]]
 """(hidden [T, hidden], batch, number) -> the loss, a scalar, and log-probabilities [any]; run by the last stage. Of

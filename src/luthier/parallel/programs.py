@@ -18,16 +18,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-
 from luthier.errors import ConfigError
 
 
@@ -36,7 +26,7 @@ class Program:
     """One schedule.
 
     Attributes:
-        schedule: torch's class.
+        schedule: name of torch's class.
         stages_per_rank: how many each rank holds when nobody says.
         fixed: no other number will do.
         folded: stages lie in a V, 0 1 2 | 5 4 3, not in loops, 0 1 2 | 3 4 5.
@@ -44,7 +34,7 @@ class Program:
         splits_backward: gradients of inputs and of weights are made at different times.
     """
 
-    schedule: type[Any]
+    schedule: str
     stages_per_rank: int = 1
     fixed: bool = False
     folded: bool = False
@@ -68,9 +58,9 @@ class Program:
         >>> PROGRAMS["1f1b"].microbatches(1, 4, 1), PROGRAMS["interleaved_1f1b"].microbatches(5, 2, 2)
         (4, 6)
         """
-        if self.schedule is Schedule1F1B:
+        if self.schedule == "Schedule1F1B":
             return max(given, ranks)
-        if self.schedule is ScheduleDualPipeV:
+        if self.schedule == "ScheduleDualPipeV":
             return max(given, ranks * stages_per_rank)
         if self.rounds:
             return next(number for number in count(max(given, 1)) if number % max(1, number // ranks) == 0)
@@ -78,17 +68,20 @@ class Program:
 
     def build(self, stages: list[Any], microbatches: int, loss: Any) -> Any:
         """The schedule of these stages of a rank; gradients are sums, so nothing is divided by microbatches."""
-        several = not issubclass(self.schedule, PipelineScheduleSingle)
-        return self.schedule(stages if several else stages[0], microbatches, loss_fn=loss, scale_grads=False)
+        from torch.distributed.pipelining import schedules  # what is said of a schedule needs no torch
+
+        schedule = getattr(schedules, self.schedule)
+        several = not issubclass(schedule, schedules.PipelineScheduleSingle)
+        return schedule(stages if several else stages[0], microbatches, loss_fn=loss, scale_grads=False)
 
 
 PROGRAMS = {
-    "gpipe": Program(ScheduleGPipe, fixed=True),
-    "1f1b": Program(Schedule1F1B, fixed=True),
-    "interleaved_1f1b": Program(ScheduleInterleaved1F1B, 2, rounds=True),
-    "zero_bubble": Program(ScheduleInterleavedZeroBubble, 2, rounds=True, splits_backward=True),
-    "zero_bubble_v": Program(ScheduleZBVZeroBubble, 2, fixed=True, folded=True, splits_backward=True),
-    "dualpipe_v": Program(ScheduleDualPipeV, 2, fixed=True, folded=True, splits_backward=True),
+    "gpipe": Program("ScheduleGPipe", fixed=True),
+    "1f1b": Program("Schedule1F1B", fixed=True),
+    "interleaved_1f1b": Program("ScheduleInterleaved1F1B", 2, rounds=True),
+    "zero_bubble": Program("ScheduleInterleavedZeroBubble", 2, rounds=True, splits_backward=True),
+    "zero_bubble_v": Program("ScheduleZBVZeroBubble", 2, fixed=True, folded=True, splits_backward=True),
+    "dualpipe_v": Program("ScheduleDualPipeV", 2, fixed=True, folded=True, splits_backward=True),
 }
 
 

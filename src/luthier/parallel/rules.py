@@ -12,7 +12,7 @@ from typing import Any
 from luthier.errors import ConfigError
 from luthier.hf.anatomy import describe
 from luthier.parallel import context, cuttable, expert, tensor
-from luthier.parallel.mesh import Layout
+from luthier.parallel.layout import Layout
 
 REFUSALS: dict[str, Callable[[Any, int], str | None]] = {
     "tp": tensor.refusal,

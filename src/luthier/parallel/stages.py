@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from luthier.batch import Batch
+from luthier.hf.anatomy import describe
 from luthier.hf.forward import hidden_states
+from luthier.parallel.balance import Part
 
 TOKENS, WIDTH = -1, -2
 """In a shape: as many as the row has positions, and the size of hidden states."""
@@ -47,35 +49,6 @@ class Roles:
     def shape_of(self, tokens: int, width: int) -> tuple[int, ...]:
         """Shape of hidden states of so many positions."""
         return tuple({TOKENS: tokens, WIDTH: width}.get(size, size) for size in self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one stage runs: layers `start` to `stop` (exclusive), and what is before or after all of them.
-
-    Attributes:
-        index: of the stage.
-        stages: how many there are in all.
-    """
-
-    index: int
-    stages: int
-    start: int
-    stop: int
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.stages - 1
-
-    def owned(self, roles: Roles) -> tuple[str, ...]:
-        """Names of the modules whose weights this stage has."""
-        before = roles.before if self.is_first else ()
-        after = roles.after if self.is_last else ()
-        return (*before, *roles.layers[self.start : self.stop], *after)
 
 
 class PassThrough(nn.Module):
@@ -260,3 +233,34 @@ def _with(model: nn.Module, replaced: dict[str, nn.Module]) -> Iterator[None]:
     finally:
         for owner, child, own in there:
             owner._modules[child] = own
+
+
+def costs(model: Any, roles: Roles) -> tuple[list[float], float]:
+    """What a token costs in each layer, and after them, in weights that it is multiplied by.
+
+    An embedding is looked up, which costs nothing beside a matrix product. Of experts only those count that a token is
+    sent to.
+
+    Args:
+        model: whole, on meta or not.
+        roles: of its modules.
+    """
+    experts = set(describe(model).experts)
+    config = model.config.get_text_config()
+    chosen = next((n for n in (getattr(config, name, None) for name in _CHOSEN) if isinstance(n, int)), 1)
+
+    def cost(name: str) -> float:
+        total = 0.0
+        for inner, module in model.get_submodule(name).named_modules():
+            share = 1.0
+            for parameter in module.parameters(recurse=False):
+                if f"{name}.{inner}" in experts and parameter.dim() == 3:
+                    share = min(1.0, chosen / parameter.shape[0])
+                total += parameter.numel() * share
+        return total
+
+    return [cost(name) for name in roles.layers], sum(cost(name) for name in roles.after)
+
+
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
+"""Names under which configs say how many experts see a token."""

@@ -21,7 +21,8 @@ from luthier.engine.state import TrainState
 from luthier.hf.source import ModelSource, resolve
 from luthier.hf.tokenizer import load_tokenizer
 from luthier.launch import FIRST_STEP_TIMEOUT, set_timeout
-from luthier.parallel.mesh import Layout, Mesh
+from luthier.parallel.layout import Layout
+from luthier.parallel.mesh import Mesh
 from luthier.report.progress import TERMINAL, stage
 
 

@@ -23,7 +23,8 @@ from luthier.hf.source import ModelSource, resolve
 from luthier.launch import place
 from luthier.launch.world import own_device
 from luthier.optim.build import decays
-from luthier.parallel.mesh import Layout, Mesh
+from luthier.parallel.layout import Layout
+from luthier.parallel.mesh import Mesh
 from luthier.tinker.adapters import apply_lora, is_merged, report_of, roles_of
 from luthier.tinker.types import LoraConfig
 

@@ -24,7 +24,8 @@ from luthier.engine.step import forward_backward_all, optim_step
 from luthier.hf.gather import local_part
 from luthier.hf.save import save_model
 from luthier.hf.source import ModelSource, resolve
-from luthier.parallel.mesh import Layout, Mesh
+from luthier.parallel.layout import Layout
+from luthier.parallel.mesh import Mesh
 from luthier.parallel.norm import settle
 from luthier.verify.compare import Difference, compare, copies_agree
 from luthier.verify.reference import widening

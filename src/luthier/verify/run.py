@@ -11,7 +11,7 @@ from luthier.config import ParallelConfig, RunConfig
 from luthier.errors import ConfigError, UserError
 from luthier.hf.shrink import VOCABULARY, shrink
 from luthier.hf.source import ModelSource, fetch, load_config, resolve
-from luthier.parallel.mesh import Layout
+from luthier.parallel.layout import Layout
 from luthier.verify import group
 from luthier.verify.table import lines
 from luthier.verify.trial import Cell, Trial, documents

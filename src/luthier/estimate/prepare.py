@@ -1,0 +1,122 @@
+"""A run's model on meta, measured: the part of an estimate that needs torch and Transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from luthier.adapters import apply_lora, is_adapter_weight
+from luthier.adapters.structure import settle_ties
+from luthier.config import RunConfig
+from luthier.engine.build import DTYPES, choose_precision
+from luthier.estimate.measure import measure
+from luthier.estimate.models import full_name, known
+from luthier.estimate.search import Refusal
+from luthier.estimate.shape import ModelShape
+from luthier.hf.anatomy import describe
+from luthier.hf.load import build_on_meta, model_class, tie_on_meta
+from luthier.hf.source import ModelSource, config_from_fields, load_config, resolve
+from luthier.optim.build import build_optimizer
+from luthier.parallel import rules
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run's model, measured.
+
+    Attributes:
+        model: on meta, adapters in place.
+        shape: its sizes.
+        adapter: what was adapted, in a line.
+        precision: of weights and arithmetic.
+    """
+
+    model: Any
+    shape: ModelShape
+    adapter: str | None
+    precision: str
+
+
+def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
+    """Build a run's model on meta and measure it. Nothing but its `config.json` is read, no weight and no row.
+
+    Args:
+        config: of the run; data may be empty.
+        cpu: for the CPU.
+
+    Raises:
+        ModelError: the model's config cannot be found or read.
+    """
+    source, own = find_model(config.model, config.revision)
+    trust = config.trust_remote_code
+    own = own if own is not None else load_config(source, trust_remote_code=trust)
+    precision = config.train.precision or ("bf16" if not cpu else choose_precision(None, torch.device("cpu")))
+    model: Any = build_on_meta(model_class(source, own, trust_remote_code=trust), own)
+    for parameter in model.parameters():  # not the buffers: rope's frequencies stay fp32
+        parameter.data = parameter.data.to(DTYPES[precision])
+    line = None
+    if config.adapter is not None:
+        line = str(apply_lora(model, config.adapter, config.seed))
+    settle_ties(model)
+    tie_on_meta(model)
+    inside = tuple(f"{layer}." for layer in describe(model).layers)
+    optimizer = build_optimizer(
+        model.named_parameters(),
+        config.optimizer,
+        adapters=is_adapter_weight,
+        hidden_matrices=lambda name: name.startswith(inside),
+    )
+    return Prepared(model, measure(model, optimizer, length=config.data.sequence_length, cpu=cpu), line, precision)
+
+
+def find_model(model: str, revision: str | None = None) -> tuple[ModelSource, Any | None]:
+    """What a model string means for an estimate.
+
+    Args:
+        model: as `resolve` reads it; of a model in the table the owner may be left out.
+        revision: of a Hub model; then the table is not asked.
+
+    Returns:
+        the source, and the config where the table has it.
+
+    Raises:
+        ModelError: there is no such file, directory, package or model type.
+    """
+    full = full_name(model)
+    source = resolve(full or model, revision=revision)
+    if full is None or source.kind != "hub" or revision is not None:
+        return source, None
+    return source, config_from_fields(known()[full])
+
+
+def refusals(prepared: Prepared) -> Refusal:
+    """Says which degrees a model admits, for a search: the model is cut down to what that takes."""
+    _shorten(prepared.model, prepared.shape)
+
+    @cache
+    def refusal(name: str, degree: int) -> str | None:
+        if name == "pp":  # the number of layers aside, what cuts a model in two cuts it anywhere
+            few = degree > len(prepared.shape.layers)
+            return "it has too few layers" if few else rules.REFUSALS[name](prepared.model, 2)
+        return rules.REFUSALS[name](prepared.model, degree)
+
+    return refusal
+
+
+def _shorten(model: Any, shape: ModelShape) -> None:
+    """Leave a model two layers, and one of every other kind: enough to say which degrees it admits, and fast."""
+    layers = describe(model).layers
+    parents = {name.rpartition(".")[0] for name in layers}
+    if len(parents) != 1:
+        return
+    seen: set[int] = set()
+    kept = []
+    for index, layer in enumerate(shape.layers):
+        if index < 2 or id(layer) not in seen:
+            kept.append(layers[index])
+        seen.add(id(layer))
+    model.set_submodule(parents.pop(), nn.ModuleList(model.get_submodule(name) for name in kept))
