@@ -15,6 +15,7 @@ import pytest
 from luthier.jobs.initializers import again
 from luthier.jobs.initializers.fetch import MARKER
 from luthier.jobs.initializers.fetch import fetch as fetch_here
+from luthier.jobs.initializers.progress import Progress
 from luthier.jobs.initializers.web import Web as WebSource
 from luthier.jobs.storage import Access, StorageError, parse
 from tests.jobs.transfer import Web, environment, fails, fetch, start, tree, web
@@ -73,6 +74,31 @@ def test_what_cannot_be_meant(tmp_path: Path, kind: str, values: dict[str, str],
     assert says in err
     assert err.count("\n") == 1
     assert "hunter2x" not in out + err
+
+
+def test_sigterm_ends_it(tmp_path: Path) -> None:
+    """Also as the first process of a container, which gets no signal that it has no handler for."""
+    with web(Web({"/rows.jsonl": BIG}, breaks=[1_000_000], hold=True)) as site:
+        process = start("initializers", "dataset", workspace=tmp_path, STORAGE_URI=f"{site.address}/rows.jsonl")
+        until(lambda: len(site.asked) == 2, process)
+        process.terminate()
+        process.communicate()
+    assert process.returncode == 143
+
+
+def test_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line each time that it is due; what an earlier run fetched counts for the whole and not for the speed."""
+    clock = iter([0.0, 1.0, 2.0, 2.5, 4.0])
+    monkeypatch.setattr("luthier.jobs.initializers.progress.time.monotonic", lambda: next(clock))
+    progress = Progress("model", 4_000_000)
+    progress.add(1_000_000, here=True)
+    progress.add(1_000_000)
+    progress.add(500_000)
+    progress.add(500_000)
+    assert capsys.readouterr().out.splitlines() == [
+        "model: 2.0 MB of 4.0 MB (50%), 500.0 kB/s, 4 s left",
+        "model: 3.0 MB of 4.0 MB (75%), 500.0 kB/s, 2 s left",
+    ]
 
 
 # --- file://

@@ -89,7 +89,7 @@ def test_half_a_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "..", "../x", "a/../../x", "/etc/passwd", "a//b", "./a", "a/.", "a\0b", "x" * 300]
+    "name", ["", "..", "../x", "a/../../x", "/etc/passwd", "a//b", "./a", "a/.", "a\0b", "a\nerror: b", "x" * 300]
 )
 def test_names_that_lead_out(name: str) -> None:
     with pytest.raises(StorageError, match="s3://bucket: it holds a file named"):

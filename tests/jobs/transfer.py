@@ -122,6 +122,7 @@ def web(site: Web, certificate: Path | None = None) -> Iterator[Web]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
+            first = not site.asked  # it is read for its headers alone
             site.asked.append((self.path, {key.lower(): value for key, value in self.headers.items()}))
             if path in site.redirect or path in site.status or path not in site.files:
                 self.send_response(302 if path in site.redirect else site.status.get(path, 404))
@@ -141,7 +142,6 @@ def web(site: Web, certificate: Path | None = None) -> Iterator[Web]:
                 self.send_header("ETag", etag)
             self.send_header("Content-Length", str(len(content) - start))
             self.end_headers()
-            first = len(site.asked) == 1  # it is read for its headers alone
             if site.breaks and not first:
                 self.wfile.write(content[start : start + site.breaks.pop(0)])
                 self.wfile.flush()

@@ -85,6 +85,7 @@ class HubTarget:
         below = f"{self._place.path}/" if self._place.path else ""
 
         def commit() -> None:
+            progress = Progress("exporter", _size(directory, names))
             with told(self._place, self._hub.explain):
                 api, repo, revision = self._hub.api, self._place.repo, self._place.revision
                 there = [name for name in api.list_repo_files(repo, revision=revision) if name.startswith(below)]
@@ -93,6 +94,10 @@ class HubTarget:
                     CommitOperationDelete(below + name) for name in stale if name not in names
                 ]
                 operations += [CommitOperationAdd(below + name, directory / name) for name in names]
+                for operation in operations:  # one by one, so that there is something to tell
+                    if isinstance(operation, CommitOperationAdd):
+                        api.preupload_lfs_files(repo, [operation], revision=revision, free_memory=False)
+                        progress.add(operation.upload_info.size)
                 api.create_commit(repo, operations, commit_message="Export by Luthier", revision=revision)
                 there = api.list_repo_files(repo, revision=revision)
             if missing := [name for name in names if below + name not in there]:
@@ -125,13 +130,12 @@ class BucketTarget:
 
         there = again(self._there, self._place, "exporter")
         self._remove([name for name in there if name in OPENS])
-        progress = Progress("exporter", sum((directory / name).stat().st_size for name in names))
+        progress = Progress("exporter", _size(directory, names))
         for name in sorted(names, key=lambda name: (rank(name), name)):
             if rank(name) == 3:  # it would vouch for them
                 self._remove([old for old in chosen(there, (), REPLACED) if old not in names and old not in OPENS])
                 there = []
-            self._one(directory / name, f"{self._root}/{name}")
-            progress.add((directory / name).stat().st_size)
+            self._one(directory / name, f"{self._root}/{name}", progress)
 
     def _there(self) -> list[str]:
         """Names below the path."""
@@ -148,15 +152,26 @@ class BucketTarget:
         if names:
             again(remove, self._place, "exporter")
 
-    def _one(self, file: Path, key: str) -> None:
+    def _one(self, file: Path, key: str, progress: Progress) -> None:
+        from fsspec.callbacks import Callback
+
+        size, counted = file.stat().st_size, 0
+
+        class Parts(Callback):
+            def relative_update(self, inc: int = 1) -> None:
+                nonlocal counted
+                counted += inc
+                progress.add(inc)
+
         def upload() -> None:
             with told(self._place, self._bucket.explain):
-                self._bucket.files.put_file(str(file), key)
-                size = self._bucket.files.info(key)["size"]
-            if size != file.stat().st_size:
-                raise BrokenError(f"of {file.name} {size} bytes arrived")
+                self._bucket.files.put_file(str(file), key, callback=Parts())
+                arrived = self._bucket.files.info(key)["size"]
+            if arrived != size:
+                raise BrokenError(f"of {file.name} {arrived} bytes arrived")
 
         again(upload, self._place, "exporter")
+        progress.add(size - counted)  # parts that were sent twice, or not told
 
 
 class DirectoryTarget:
@@ -181,7 +196,7 @@ class DirectoryTarget:
         aside = self._path.parent / f".{self._path.name}.partial"
         with told(self._place, lambda error: None):
             shutil.rmtree(aside, ignore_errors=True)
-            progress = Progress("exporter", sum((directory / name).stat().st_size for name in names))
+            progress = Progress("exporter", _size(directory, names))
             for name in names:
                 (aside / name).parent.mkdir(parents=True, exist_ok=True)
                 with (directory / name).open("rb") as source, (aside / name).open("wb") as file:
@@ -192,3 +207,7 @@ class DirectoryTarget:
             for folder in (aside, *(path for path in aside.rglob("*") if path.is_dir())):
                 sync(folder)
             replace(aside, self._path)
+
+
+def _size(directory: Path, names: list[str]) -> int:
+    return sum((directory / name).stat().st_size for name in names)

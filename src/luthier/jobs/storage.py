@@ -215,7 +215,9 @@ def inside(name: str, uri: str) -> str:
     'a/b.txt'
     """
     parts = name.split("/")
-    if any(part in ("", ".", "..") for part in parts) or "\0" in name:
+    if re.search(r"[\x00-\x1f\x7f]", name):
+        raise StorageError(f"it holds a file named {name!r}, which has control characters", where=uri)
+    if any(part in ("", ".", "..") for part in parts):
         raise StorageError(f"it holds a file named {name!r}, which would lead out of the directory", where=uri)
     if any(len(part.encode(errors="surrogateescape")) > 255 for part in parts):
         raise StorageError(f"it holds a file named {name[:60]!r}..., which is too long for a disk", where=uri)

@@ -181,6 +181,7 @@ class _Fetch:
                     return
                 raise BrokenError(f"it ended after {file.tell()} of {entry.size} bytes")
             except BrokenError as error:
+                file.flush()  # for the next process, if this one does not live to go on
                 tries = 0 if file.tell() > before else tries + 1
                 if tries > len(WAITS):
                     raise gone(self.source.place, error) from error

@@ -32,7 +32,7 @@ class Progress:
             if here or now - self._said < EVERY:
                 return
             self._said = now
-            line = self._line(now - self._began)
+            line = self._line(max(now - self._began, 1e-9))
         say(f"{self._name}: {line}")
 
     def _line(self, seconds: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import NoReturn
 from luthier.errors import EXIT_USER_ERROR, UserError
 from luthier.jobs.storage import SECRETS, Hider
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -33,6 +34,8 @@ def run_step(step: Callable[[Mapping[str, str]], int]) -> NoReturn:
         os.environ.pop(name, None)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    # The first process of a container passes over signals that it has no handler for.
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(TERMINATED))
     hide = Hider(environment)
     try:
         code = step(environment)
