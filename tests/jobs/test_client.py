@@ -207,6 +207,7 @@ PATCH = RuntimePatch()
         ({"options": [Name("Bad_Name")]}, 'options.0.name: "Bad_Name" is not a name of lower-case'),
         ({"options": [Name("a" * 64)]}, "options.0.name: has 64 characters, and may have 63"),
         ({"options": [Name(7)]}, "options.0.name: 7 is not text"),
+        ({"options": Name("mine")}, "options: Name is not a list of options"),
         ({"options": ["mine"]}, "options.0: str is not an option"),
         ({"options": [Labels({"a/b/c!": "x"})]}, 'options.0.labels: "a/b/c!" is not a key of a label'),
         ({"options": [Labels({"a": "x y"})]}, 'options.0.labels.a: "x y" is not a value of a label'),
@@ -237,6 +238,8 @@ def test_refusals(client, asked, words):
 @pytest.mark.parametrize(
     ("uri", "words"),
     [
+        ("hf://a/b/../../c", "names no repository"),
+        ("hf://../..", "names no repository"),
         ("hf://alpaca", '"hf://alpaca" names no repository'),
         ("s4://bucket/x", "s4:// is not hf://, s3://, gs://, https:// or file://"),
         ("cache://schema/table", "cache:// is not hf://"),

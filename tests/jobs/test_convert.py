@@ -69,6 +69,10 @@ def double(row: Any) -> Any:
     return row
 
 
+def alone() -> None:
+    pass
+
+
 T, L, INSTRUCT, CHAT = TorchTuneConfig, LoraConfig, TorchTuneInstructDataset, TorchTuneChatDataset
 PICTURES, FUNCTION = TorchTuneMultimodalDataset, CustomTrainer
 ROWS = [
@@ -87,6 +91,7 @@ ROWS = [
     effect(T, "loss", "torchtune.modules.loss.CEWithChunkedOutputLoss", "config.train.epochs", 1),
     refusal(T, "loss", "torch.nn.MSELoss", "loss: "),
     effect(T, "num_nodes", 2, "num_nodes", 2),
+    refusal(T, "num_nodes", 10**9, "num_nodes: must be at most 100,000, not 1000000000"),
     refusal(T, "num_nodes", 0, "num_nodes: must be at least 1, not 0"),
     effect(T, "peft_config", L(), "config.adapter", {"kind": "lora", "target": ["q_proj", "v_proj", "o_proj"]}),
     refusal(T, "peft_config", {"lora_rank": 8}, "peft_config: a mapping of keys to values is not a LoraConfig"),
@@ -169,6 +174,7 @@ ROWS = [
     refusal(INSTRUCT, "source", DataFormat.XML, "source: XML cannot be read; convert"),
     refusal(INSTRUCT, "source", "parket", 'source: "parket" is not json, csv'),
     effect(INSTRUCT, "split", "train[:10%]", "config.data.train.0.split", "train[:10%]"),
+    refusal(INSTRUCT, "split", "train[:1", 'split: "train[:1" is no split; write train, train[:10%]'),
     effect(INSTRUCT, "train_on_input", True, "config.data.train.0.train_on_input", True),
     effect(INSTRUCT, "new_system_prompt", "yes: [no] 1e3", "config.data.train.0.system_prompt", "yes: [no] 1e3"),
     effect(INSTRUCT, "column_map", {"input": "q"}, "config.data.train.0.columns.completion", "output"),
@@ -201,26 +207,32 @@ ROWS = [
     # one's own class
     effect(CustomDataset, "name", "my.rows:Mine", "config.data.train.0.format", "my.rows:Mine"),
     refusal(CustomDataset, "name", "nobody", 'name: no data-set class is called "nobody"'),
+    refusal(CustomDataset, "name", "a:b:c", 'name: no data-set class is called "a:b:c"'),
     effect(CustomDataset, "source", "csv", "config.data.train.0.kind", "csv", name="m:C"),
     effect(CustomDataset, "split", "dev", "config.data.train.0.split", "dev", name="m:C"),
     effect(CustomDataset, "options", {"n": 0}, "config.data.train.0.options", {"n": 0}, name="m:C"),
     # functions and containers
-    effect(FUNCTION, "func", double, "function.name", "double"),
-    refusal(FUNCTION, "func", lambda: None, "trainer.func: has no name of its own"),
+    effect(FUNCTION, "func", double, "function.name", "double", func_args={"row": 1}),
+    refusal(FUNCTION, "func", lambda: None, "trainer.func: is no function with a name of its own"),
     refusal(FUNCTION, "func", "double", 'trainer.func: "double" is not a '),
+    refusal(FUNCTION, "func", print, "trainer.func: is no function with a name of its own"),
+    refusal(FUNCTION, "func", DataFormat.JSON.startswith, "trainer.func: is no function"),
+    refusal(FUNCTION, "func", double, "trainer.func_args: do not fit double: missing a required argument: 'row'"),
+    refusal(FUNCTION, "func_args", {"raw": 1}, "trainer.func_args: do not fit double", func=double),
+    refusal(FUNCTION, "env", {"A": "a\0b"}, "trainer.env.A: holds a NUL", func=alone),
     effect(FUNCTION, "func_args", {"row": [0, None, "x"]}, "function.args", {"row": [0, None, "x"]}, func=double),
     refusal(FUNCTION, "func_args", {"row": {1, 2}}, "func_args.row: set cannot travel as JSON", func=double),
     refusal(FUNCTION, "func_args", {"row": (1,)}, "trainer.func_args.row: tuple cannot travel", func=double),
-    refusal(FUNCTION, "image", "mine:1", "trainer.image: jobs of this machine run in no container", func=double),
-    effect(FUNCTION, "packages_to_install", ["einops"], "function.packages", ("einops",), func=double),
-    effect(FUNCTION, "pip_index_urls", ["http://a", "b"], "function.pip_index_urls", ("http://a", "b"), func=double),
-    effect(FUNCTION, "pip_index_url", "https://a", "function.pip_index_urls", ("https://a",), func=double),
-    effect(FUNCTION, "num_nodes", 3, "num_nodes", 3, func=double),
-    effect(FUNCTION, "resources_per_node", {"gpu": 2}, "nproc_per_node", 2, func=double),
-    effect(FUNCTION, "env", {"A": ""}, "env", {"A": ""}, func=double),
-    refusal(FUNCTION, "env", {"PET_NNODES": "2"}, "trainer.env.PET_NNODES: is set by whoever starts", func=double),
-    refusal(FUNCTION, "env", {"A-B": "2"}, 'trainer.env: "A-B" is not a name of a variable', func=double),
-    refusal(FUNCTION, "env", {"A": 2}, "trainer.env.A: 2 is not text", func=double),
+    refusal(FUNCTION, "image", "mine:1", "trainer.image: jobs of this machine run in no container", func=alone),
+    effect(FUNCTION, "packages_to_install", ["einops"], "function.packages", ("einops",), func=alone),
+    effect(FUNCTION, "pip_index_urls", ["http://a", "b"], "function.pip_index_urls", ("http://a", "b"), func=alone),
+    effect(FUNCTION, "pip_index_url", "https://a", "function.pip_index_urls", ("https://a",), func=alone),
+    effect(FUNCTION, "num_nodes", 3, "num_nodes", 3, func=alone),
+    effect(FUNCTION, "resources_per_node", {"gpu": 2}, "nproc_per_node", 2, func=alone),
+    effect(FUNCTION, "env", {"A": ""}, "env", {"A": ""}, func=alone),
+    refusal(FUNCTION, "env", {"PET_NNODES": "2"}, "trainer.env.PET_NNODES: is set by whoever starts", func=alone),
+    refusal(FUNCTION, "env", {"A-B": "2"}, 'trainer.env: "A-B" is not a name of a variable', func=alone),
+    refusal(FUNCTION, "env", {"A": 2}, "trainer.env.A: 2 is not text", func=alone),
     *(
         refusal(CustomTrainerContainer, field, value, "trainer.image: jobs of this machine", image="mine:1")
         for field, value in {"image": "i", "num_nodes": 1, "resources_per_node": {}, "env": {}}.items()

@@ -129,6 +129,12 @@ def test_rows_that_fit_no_format(client, tmp_path, row, config, words):
     assert words in str(caught.value)
 
 
+def test_splits_of_a_yaml(client):
+    data = {"train": [{"path": "/rows", "split": "train[:1"}]}
+    with pytest.raises(ConfigError, match=r'trainer.config.data.train.0.split: "train\[:1" is no split'):
+        client.train("luthier-smollm2-135m", trainer=BuiltinTrainer(LuthierConfig(data=data)), dry_run=True)
+
+
 def test_a_column_may_come_in_a_later_row(client, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "completion": "b"}\n{"cut off')
     asked(client, tmp_path / "rows.jsonl", TorchTuneConfig())

@@ -27,7 +27,7 @@ from luthier.jobs.options import (
 )
 from luthier.jobs.runtimes import ANY_FUNCTION, ANY_MODEL, find, preset_of
 from luthier.jobs.select import select
-from luthier.jobs.source import source_of
+from luthier.jobs.source import check_arguments, function_source
 from luthier.jobs.spec import DATASET, MODEL, Function, JobSpec
 from luthier.jobs.trainers import AnyTrainer, BuiltinTrainer, CustomTrainer, CustomTrainerContainer
 from luthier.jobs.transfers import dataset_transfer, export_transfer, model_transfer
@@ -35,6 +35,8 @@ from luthier.jobs.types import Framework, Initializer, ModelExporter, Runtime, T
 from luthier.jobs.validate import Errors, check_environment, check_labels, check_name, check_types, gpus_of
 
 Backend = Literal["local", "slurm", "kubernetes"]
+_MOST = 100_000
+"""Nodes, and processes of one: more are a slip of the pen."""
 _TITLES = {"local": "this machine", "slurm": "Slurm", "kubernetes": "Kubernetes"}
 
 
@@ -98,6 +100,9 @@ def _check_given(asked: Asked) -> None:
             asked.refuse(where, f"{type(thing).__name__} is not {told}")
         else:
             check_types(thing, where, asked.errors)
+    if not isinstance(asked.options, Sequence) or isinstance(asked.options, str):
+        asked.refuse("options", f"{type(asked.options).__name__} is not a list of options")
+        return
     for number, option in enumerate(asked.options):
         if not isinstance(option, Option):
             asked.refuse(f"options.{number}", f"{type(option).__name__} is not an option")
@@ -183,7 +188,8 @@ def _custom(asked: Asked, runtime: Runtime, trainer: CustomTrainer) -> dict[str,
     if trainer.image is not None and asked.backend != "kubernetes":
         asked.refuse("trainer.image", _no_containers(asked), "leave it out")
     try:
-        source = source_of(trainer.func, "trainer.func")
+        source = function_source(trainer.func, "trainer.func")
+        check_arguments(trainer.func, trainer.func_args or {}, "trainer.func_args")
     except ConfigError as error:
         asked.errors.append(error)
         source = ""
@@ -222,8 +228,9 @@ def _size(asked: Asked, runtime: Runtime, given: Any, at: str) -> dict[str, Any]
     """Nodes and processes: what is said, else one process for each GPU asked for, else what the runtime has."""
     own = runtime.trainer
     for name in ("num_nodes", "num_procs_per_node"):
-        if (value := getattr(given, name, None)) is not None and value < 1:
-            asked.refuse(f"{at}.{name}", f"must be at least 1, not {value}")
+        if (value := getattr(given, name, None)) is not None and not 1 <= value <= _MOST:
+            limit = "at least 1" if value < 1 else f"at most {_MOST:,}"
+            asked.refuse(f"{at}.{name}", f"must be {limit}, not {value}")
     nodes = given.num_nodes if given.num_nodes is not None else own.num_nodes if own is not None else 1
     gpus = gpus_of(given.resources_per_node, f"{at}.resources_per_node", asked.errors)
     processes = getattr(given, "num_procs_per_node", None)

@@ -151,7 +151,15 @@ class TrainerClient:
         from luthier.jobs.build import Asked, build
 
         spec = build(
-            Asked(self._kind, self.list_runtimes(), runtime, initializer, trainer, tuple(options or ()), exporter)
+            Asked(
+                self._kind,
+                self.list_runtimes(),
+                runtime,
+                initializer,
+                trainer,
+                () if options is None else options,
+                exporter,
+            )
         )
         if dry_run:
             return spec

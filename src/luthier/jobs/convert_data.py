@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 from luthier.config.faults import shown
+from luthier.config.split import parse_split
 from luthier.config.suggest import nearest
 from luthier.errors import ConfigError
 from luthier.jobs.datasets import shipped
@@ -66,6 +68,10 @@ def _files(dataset: DatasetConfig, source: dict[str, Any], refuse: Refuse) -> No
     elif kinds:
         source["kind"] = kinds[0].value
     if dataset.split is not None:
+        try:
+            parse_split(dataset.split)
+        except ConfigError as error:
+            refuse(f"{AT}.split", error.what, error.remedy)
         source["split"] = dataset.split
 
 
@@ -117,7 +123,7 @@ def _trained_on(dataset: TorchTuneInstructDataset | TorchTuneChatDataset, form: 
 
 def _custom(dataset: CustomDataset, refuse: Refuse) -> dict[str, Any]:
     source: dict[str, Any] = {"options": dict(dataset.options)} if dataset.options is not None else {}
-    if ":" in dataset.name:  # a class that the environment of the nodes has
+    if re.fullmatch(r"[\w.]+:\w+", dataset.name):  # a class that the environment of the nodes has
         return source | {"format": dataset.name}
     try:
         text, name = shipped(dataset.name, f"{AT}.name")

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from luthier.config.presets import Method, Preset
+from luthier.config.split import parse_split
+from luthier.errors import ConfigError
 from luthier.jobs.columns import check_columns, check_template
 from luthier.jobs.convert import AT, Draft, carry_template, convert
 from luthier.jobs.spec import DATASET, MODEL, OUTPUT
@@ -83,9 +85,16 @@ def _check(draft: Draft, ranks: int | None) -> None:
     """Read the run as its engine will; every fault is said at the field that its user has written."""
     from luthier.config.load import check_config
 
-    _, faults = check_config(draft.config)
+    config, faults = check_config(draft.config)
     for fault in faults:
         draft.refuse(_origin(draft, ".".join(fault.path)), fault.what, fault.remedy)
+    for part in ("train", "validation"):
+        for number, source in enumerate((getattr(config.data, part) if config is not None else None) or ()):
+            try:
+                if not source.path.startswith("hf://"):  # the Hub's library reads more
+                    parse_split(source.split)
+            except ConfigError as error:
+                draft.refuse(_origin(draft, f"data.{part}.{number}.split"), error.what, error.remedy)
     if not faults:
         parallel = draft.config.get("parallel", {})
         check_layout(parallel, ranks, lambda name: _origin(draft, f"parallel.{name}"), draft.errors)

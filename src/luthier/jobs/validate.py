@@ -90,6 +90,8 @@ def _fits(value: Any, kind: Any, path: str, errors: Errors) -> bool:
         return True
     if not isinstance(value, origin):
         return False
+    if isinstance(value, str) and "\0" in value:
+        errors.append(ConfigError("holds a NUL, which no path and no variable can", where=path))
     if dataclasses.is_dataclass(value):
         check_types(value, path, errors)
     return True
@@ -228,8 +230,8 @@ def _placed(uri: str, scheme: str, rest: str, where: str, errors: Errors) -> Pla
             return None
         return Place(uri, scheme, "", rest)
     if scheme == "hf":
-        match = re.fullmatch(r"(?:datasets/)?(?P<repository>[\w.-]+/[\w.-]+)(?:@[^/]+)?(?:/(?P<path>.*))?", rest)
-        if match is None:
+        match = re.fullmatch(r"(?:datasets/)?(?P<repository>\w[\w.-]*/\w[\w.-]*)(?:@[^/]+)?(?:/(?P<path>.*))?", rest)
+        if match is None or ".." in rest.split("/"):
             remedy = "write hf://owner/name, and a path behind it where only that is meant"
             errors.append(ConfigError(f"{shown(uri)} names no repository", where=where, remedy=remedy))
             return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config.sections import SourceConfig
+from luthier.config.split import parse_split
 from luthier.data.report import BadRow
 from luthier.data.sources import hub
 from luthier.data.sources.arrow_rows import read_arrow, read_parquet
@@ -15,7 +16,7 @@ from luthier.data.sources.csv_rows import read_csv
 from luthier.data.sources.find import find_files, kind_of
 from luthier.data.sources.json_rows import read_json, read_jsonl
 from luthier.data.sources.origin import Origin
-from luthier.data.sources.splits import parse_split, part_of
+from luthier.data.sources.splits import part_of
 from luthier.data.sources.text_rows import UNITS, read_txt
 from luthier.errors import ConfigError
 

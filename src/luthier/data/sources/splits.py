@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from luthier.errors import ConfigError, DataError
+from luthier.config.split import Slice
+from luthier.errors import DataError
 
 WHERE = "data.*.split"
-_SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 _WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -19,23 +19,6 @@ _WORDS = {
 }
 _SHARD = re.compile(r"([\w.-]+)-\d{5,}-of-\d{5,}\b")
 Row = TypeVar("Row")
-Slice = tuple[str | None, str | None]
-"""First row and the row after the last, as they were written."""
-
-
-def parse_split(text: str) -> tuple[str, Slice | None]:
-    """The name of a split, and which part of it is meant.
-
-    Raises:
-        ConfigError: it is not written so.
-
-    >>> parse_split("train"), parse_split("test[10%:]")
-    (('train', None), ('test', ('10%', None)))
-    """
-    match = _SPLIT.fullmatch(text)
-    if match is None:
-        raise ConfigError(f'"{text}" is no split', where=WHERE, remedy="write train, train[:10%] or train[100:200]")
-    return match["name"], (match["start"], match["stop"]) if "[" in text else None
 
 
 def of_split(files: Sequence[Path], directory: Path, name: str) -> list[Path]:
