@@ -119,7 +119,16 @@ def _part_of(old: Any, name: str) -> Any:
 def plugin_refusals(train_job: Object, runtime: Object) -> list[str]:
     """What the torch and JobSet plugins have against a TrainJob of a runtime."""
     spec = train_job["spec"]
-    return [*_against_torch(spec, runtime), *_against_jobset(spec, runtime)]
+    return [*_against_torch(spec, runtime), *_against_jobset(spec, runtime), *_against_names(train_job, runtime)]
+
+
+def _against_names(train_job: Object, runtime: Object) -> Iterator[str]:
+    """JobSet's own webhook, which sees what Trainer has made."""
+    nodes = (train_job["spec"].get("trainer") or {}).get("numNodes") or runtime["spec"]["mlPolicy"].get("numNodes") or 1
+    for job in runtime["spec"]["template"]["spec"]["replicatedJobs"]:
+        index = nodes - 1 if job["name"] == "node" else 0
+        if len(f"{train_job['metadata']['name']}-{job['name']}-0-{index}-abcde") > 63:
+            yield "JobSet name is too long, pod names generated for this JobSet will exceed 63 characters"
 
 
 def _against_torch(spec: Object, runtime: Object) -> Iterator[str]:

@@ -214,6 +214,19 @@ def test_a_command_is_taken_word_for_word() -> None:
     assert containers(JobSpec("job", "torch-distributed", "torch", command=words))["node"][0] == list(words)
 
 
+def test_a_name_leaves_room_for_those_of_pods() -> None:
+    made(JobSpec(33 * "a", "torch-distributed", "torch", command=("true",), num_nodes=11))
+    made(
+        JobSpec(47 * "a", "torch-distributed", "torch", command=("true",), num_nodes=11), UPSTREAM["torch-distributed"]
+    )
+    with pytest.raises(UserError) as caught:
+        made(JobSpec(34 * "a", "torch-distributed", "torch", command=("true",)))
+    assert str(caught.value) == (
+        f'{34 * "a"}: has 34 characters, and names of pods of runtime "torch-distributed" leave room for 33; '
+        "choose a shorter name"
+    )
+
+
 ROWS = Transfer({"STORAGE_URI": "hf://a/b"})
 
 

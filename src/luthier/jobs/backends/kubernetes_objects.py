@@ -33,6 +33,7 @@ from luthier.jobs.spec import DATASET_STEP, MODEL_STEP, JobSpec, Transfer
 STORAGE_URI = "STORAGE_URI"
 _LONGEST_VARIABLE = 131_071
 """Bytes of one variable with its name, which is what Linux takes."""
+_LONGEST_NAME = 63
 _ALIASES = {"gpu": GPU, "storage": "ephemeral-storage"}
 _PLAIN = {"cpu", "memory", "ephemeral-storage"}
 _NODE_COMMAND = ("python", "-m", "luthier.jobs.node")
@@ -51,6 +52,7 @@ def objects(spec: JobSpec, runtime: Object, token: str) -> list[Object]:
     Raises:
         UserError: the runtime has no place for what the spec asks.
     """
+    _check_name(spec, runtime)
     secrets = _Secrets(spec.name, token)
     trainer = _trainer(spec, runtime, secrets)
     initializer = _initializers(spec, runtime, secrets)
@@ -85,6 +87,19 @@ def objects(spec: JobSpec, runtime: Object, token: str) -> list[Object]:
         ),
     }
     return [*secrets.objects, train_job]
+
+
+def _check_name(spec: JobSpec, runtime: Object) -> None:
+    """Refuse a name that leaves no room for those of its pods. JobSet would, when the TrainJob is there already, and
+    nobody would hear of it."""
+    for job in replicated_jobs(runtime):
+        last = spec.num_nodes - 1 if job == NODE else 0
+        room = _LONGEST_NAME - len(f"-{job}-0-{last}-abcde")
+        if len(spec.name) > room:
+            what = (
+                f'has {len(spec.name)} characters, and names of pods of runtime "{spec.runtime}" leave room for {room}'
+            )
+            raise UserError(what, where=spec.name, remedy="choose a shorter name")
 
 
 class _Secrets:
