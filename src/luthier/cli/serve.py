@@ -173,8 +173,7 @@ def remove(
 @contextmanager
 def _books(directory: Path, database: str | None) -> Iterator[Store]:
     with importing(), _extra():
-        from luthier.tinker.server.app import database_of
-        from luthier.tinker.server.store import Store
+        from luthier.tinker.server.store import Store, database_of
 
     store = Store(database_of(directory, database))
     try:

@@ -14,13 +14,13 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as proto
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
-from luthier.tinker.server.app import build_app, database_of
+from luthier.tinker.server.app import build_app
 from luthier.tinker.server.auth import Doorkeeper
 from luthier.tinker.server.files import Files
 from luthier.tinker.server.metrics import Metrics
 from luthier.tinker.server.process import WorkerProcess
 from luthier.tinker.server.service import Service
-from luthier.tinker.server.store import Store
+from luthier.tinker.server.store import Store, database_of
 from tests.tinker.server.postgresql import database_for
 
 KEY = "tml-a-key-of-the-house"

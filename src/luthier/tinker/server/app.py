@@ -26,7 +26,7 @@ from luthier.tinker.server.metrics import Metrics
 from luthier.tinker.server.process import WorkerProcess
 from luthier.tinker.server.routes import checkpoints, futures, sampling, sessions, training
 from luthier.tinker.server.service import Service
-from luthier.tinker.server.store import Store
+from luthier.tinker.server.store import Store, database_of
 from luthier.tinker.server.upkeep import keep_up
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -61,16 +61,6 @@ class ServerConfig:
     slots: int = 32
     parallel: Mapping[str, Any] | None = None
     ranks: int = 1
-
-
-def database_of(directory: Path, database: str | None) -> str:
-    """The URL of the books."""
-    if database is not None:
-        return database
-    directory.mkdir(parents=True, exist_ok=True)
-    directory.chmod(0o700)
-    (directory / "books.sqlite").touch(mode=0o600)
-    return f"sqlite:///{(directory / 'books.sqlite').resolve()}"
 
 
 def build_app(service: Service, doorkeeper: Doorkeeper) -> FastAPI:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sql
@@ -69,6 +70,16 @@ _TABLES: dict[type, sql.Table] = {
 }
 _NAMES = {record: [name for name, _, _ in kept_fields(record)] for record in _TABLES}
 """The fields of each record that are columns."""
+
+
+def database_of(directory: Path, database: str | None) -> str:
+    """The URL of the books."""
+    if database is not None:
+        return database
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    (directory / "books.sqlite").touch(mode=0o600)
+    return f"sqlite:///{(directory / 'books.sqlite').resolve()}"
 
 
 class Store:
