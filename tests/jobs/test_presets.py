@@ -12,7 +12,7 @@ from luthier.errors import ConfigError
 from luthier.estimate.models import known
 from luthier.estimate.presets import GPUS, layouts
 from luthier.jobs.runtimes import builtin, find, preset_of
-from luthier.parallel.mesh import Layout
+from luthier.parallel.layout import Layout
 
 ASKED_FOR = [
     "gemma2-2b",
