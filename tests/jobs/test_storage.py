@@ -21,6 +21,7 @@ from luthier.jobs.storage import Access, Hider, StorageError, chosen, inside, pa
         ("s3://bucket/what?#x", {"path": "what?#x", "uri": "s3://bucket/what?#x"}),
         ("gs://bucket/a", {"scheme": "gs", "bucket": "bucket", "path": "a"}),
         ("file:///srv/my%20data/", {"path": "/srv/my data"}),
+        ("file:///srv/what?#x", {"path": "/srv/what?#x", "uri": "file:///srv/what?#x"}),
         ("https://host/a%20b.jsonl?key=abc", {"path": "/a b.jsonl", "uri": "https://host/a%20b.jsonl"}),
         ("https://host/a#sha256=" + "AB" * 32, {"sha256": "ab" * 32, "address": "https://host/a"}),
     ],

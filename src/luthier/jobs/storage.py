@@ -153,9 +153,10 @@ def parse(text: str, *, where: str = "STORAGE_URI") -> Place:
     if parts.scheme == "hf":
         return _hub(text, where)
     if parts.scheme == "file":
-        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        host, slash, path = text.removeprefix("file://").partition("/")  # a path may hold ? and #
+        if host not in ("", "localhost") or not slash:
             raise StorageError(f"{shown!r} has no absolute path", where=where, remedy="write file:///path")
-        return Place("file", shown, text, unquote(parts.path).rstrip("/") or "/")
+        return Place("file", shown, text, "/" + unquote(path).strip("/"))
     if not parts.netloc:
         raise StorageError(f"{shown!r} names no {'host' if 'http' in parts.scheme else 'bucket'}", where=where)
     if parts.scheme in ("http", "https"):

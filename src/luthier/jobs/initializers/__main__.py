@@ -16,12 +16,11 @@ from luthier.errors import UserError
 from luthier.jobs.initializers.fetch import fetch
 from luthier.jobs.initializers.step import run_step, workspace
 from luthier.jobs.storage import Access, Place, Source, StorageError, parse
+from luthier.jobs.types import WEIGHTS_BESIDE
 
 Kind = Literal["dataset", "model", "adapters"]
-WEIGHTS_BESIDE = ("*.msgpack", "*.h5", "*.bin", "*.pt", "*.pth")
-"""What `IGNORE_PATTERNS` of a model is where it is not set: forms of weights that safetensors stand beside."""
 _MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.gguf", "*.jinja", "*.py")
-"""What is fetched of a Hub repository with these: not its pictures, papers and exports for other engines."""
+"""What is fetched of a Hub repository with the default patterns: no pictures, no exports for other engines."""
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".h5", ".msgpack")
 
 
@@ -33,7 +32,7 @@ def initialize(kind: Kind, environment: Mapping[str, str], root: Path) -> None:
     """
     place = parse(environment.get("STORAGE_URI", ""))
     ignore = ignored(kind, environment)
-    allow = _MODEL_FILES if place.scheme == "hf" and kind != "dataset" and ignore == list(WEIGHTS_BESIDE) else None
+    allow = _MODEL_FILES if place.scheme == "hf" and kind != "dataset" and ignore == WEIGHTS_BESIDE else None
 
     def check(names: list[str], kept: list[str]) -> None:
         _check(kind, place, names, kept)

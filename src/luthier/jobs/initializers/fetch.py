@@ -132,15 +132,15 @@ class _Fetch:
             raise StorageError(f"there is no room: {needed}", where=str(self.target.parent), remedy="free some space")
 
     def _all(self, entries: list[Entry]) -> None:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            tasks = [pool.submit(self._one, entry) for entry in entries]
-            try:
-                done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
-                for task in done:
-                    task.result()
-            finally:
-                self.stop.set()
-                pool.shutdown(cancel_futures=True)
+        pool = ThreadPoolExecutor(AT_ONCE)
+        tasks = [pool.submit(self._one, entry) for entry in entries]
+        try:
+            done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            self.stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)  # some may hang on a server for a minute
 
     def _part(self, name: str) -> Path:
         """Flat, since a begun file of one name must not be the directory of another."""
