@@ -11,7 +11,7 @@ import pytest
 
 from luthier.config import RunConfig
 from luthier.estimate.plan import Plan
-from luthier.estimate.run import Prepared, prepare
+from luthier.estimate.prepare import Prepared, prepare
 from luthier.estimate.traffic import Flow, group, on_links, traffic
 from luthier.parallel.layout import Layout
 from tests.estimate.layouts import save_config, step
