@@ -28,6 +28,7 @@ RUNTIMES = "trainer.kubeflow.org/v1alpha1/trainingruntimes"
 CLUSTER_RUNTIMES = "trainer.kubeflow.org/v1alpha1/clustertrainingruntimes"
 PODS, SECRETS, EVENTS = "v1/pods", "v1/secrets", "v1/events"
 _START = datetime(2026, 1, 1, tzinfo=UTC)
+PROGRESS, TOKEN = "/progress/", "of-the-pod"
 _OVER = ("Succeeded", "Failed")
 
 
@@ -67,6 +68,8 @@ class Api(kmock.KubernetesEmulator):
         return (_START + timedelta(seconds=self._ticks)).isoformat().replace("+00:00", "Z")
 
     async def _handle(self, request: kmock.Request) -> aiohttp.web.StreamResponse:
+        if request.url.path.startswith(PROGRESS):
+            return self._note_progress(request)
         if request.resource is None or request.action is None:
             return await super()._handle(request)
         kind, verb = request.resource.plural, request.action.value.lower()
@@ -119,6 +122,17 @@ class Api(kmock.KubernetesEmulator):
         if told:
             said = f'admission webhook "validator.trainjob.trainer.kubeflow.org" denied the request: {"; ".join(told)}'
             raise Refused(403, "Forbidden", said, {})
+
+    def _note_progress(self, request: kmock.Request) -> aiohttp.web.StreamResponse:
+        """Trainer's status server: takes a pod's word that has the pod's token, if the CRD admits it."""
+        job = self.objects[TRAIN_JOBS, NAMESPACE, request.url.path.removeprefix(PROGRESS)]
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            raise Refused(401, "Unauthorized", "no such token", {})
+        told = {**json.loads(json.dumps(job.raw)), "status": request.data}
+        if against := refusals(told):
+            raise Refused(422, "Invalid", "; ".join(against), {})
+        job.patch({"status": request.data})
+        return aiohttp.web.json_response({})
 
     # --- controllers --------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import yaml
 
 from luthier.jobs.options import KubernetesBackendConfig
 from tests.jobs.kubernetes.admission import Object
-from tests.jobs.kubernetes.api import NAMESPACE, Api
+from tests.jobs.kubernetes.api import NAMESPACE, PROGRESS, TOKEN, Api
 from tests.jobs.kubernetes.cluster import Cluster, cluster
 from tests.jobs.kubernetes.jobset import expanded, seen
 
@@ -30,11 +30,14 @@ class Kubelet:
 
     Args:
         api: of the cluster.
+        url: of its server.
         directory: for the workspaces.
     """
 
-    def __init__(self, api: Api, directory: Path) -> None:
-        self._api, self._directory = api, directory
+    def __init__(self, api: Api, url: str, directory: Path) -> None:
+        self._api, self._url, self._directory = api, url, directory
+        self._token = directory / "token"
+        self._token.write_text(TOKEN)
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ports: dict[str, int] = {}
@@ -75,6 +78,9 @@ class Kubelet:
         environment = {name: value for name, value in os.environ.items() if name.startswith(_OURS)}
         environment |= seen(container, labels, secrets)
         environment |= {"LUTHIER_WORKSPACE": str(workspace), "PYTHONUNBUFFERED": "1"}
+        if container["name"] == "node":  # as Trainer's feature gate TrainJobStatus
+            environment["KUBEFLOW_TRAINER_SERVER_URL"] = f"{self._url}{PROGRESS}{job.raw['metadata']['name']}"
+            environment["KUBEFLOW_TRAINER_SERVER_TOKEN"] = str(self._token)
         environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         if "PET_MASTER_ADDR" in environment:
             port = self._ports.setdefault(uid, _free_port())
@@ -119,7 +125,7 @@ def played_cluster(directory: Path) -> Iterator[Cluster]:
         directory: for the jobs' workspaces.
     """
     with cluster() as made:
-        kubelet = Kubelet(made.api, directory)
+        kubelet = Kubelet(made.api, made.url, directory)
         made.api.run, made.api.end = kubelet.run, kubelet.end
         for place in ("base/runtimes", "replacements"):
             for path in sorted((MANIFESTS / place).glob("*.yaml")):
