@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -34,6 +35,8 @@ def run_step(step: Callable[[Mapping[str, str]], int]) -> NoReturn:
         os.environ.pop(name, None)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold bytes that are not UTF-8
     # The first process of a container passes over signals that it has no handler for.
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(TERMINATED))
     hide = Hider(environment)

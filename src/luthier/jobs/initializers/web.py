@@ -65,6 +65,11 @@ class Web:
     def _explain(self, error: Exception) -> Exception | None:
         if isinstance(error, httpx2.HTTPStatusError):
             return of_status(self.place, error.response.status_code)
+        if isinstance(error, httpx2.ConnectError) and "certificate" in str(error).lower():
+            remedy = "name the file of its authority in SSL_CERT_FILE"
+            return StorageError(
+                f"its certificate is not trusted: {first_line(error)}", where=self.place.uri, remedy=remedy
+            )
         if isinstance(error, httpx2.TransportError):
             return BrokenError(first_line(error))
         if isinstance(error, (httpx2.HTTPError, httpx2.InvalidURL)):
