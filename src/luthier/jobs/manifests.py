@@ -31,10 +31,11 @@ from luthier.jobs.backends.kubernetes_names import (
     WORKSPACE,
     Object,
 )
+from luthier.jobs.backends.kubernetes_objects import objects, shown
 from luthier.jobs.build import Asked, build
 from luthier.jobs.node import JOB
-from luthier.jobs.runtimes import ANY_FUNCTION, IMAGE, KEP_PREFIX, PREFIX, builtin, preset_of
-from luthier.jobs.spec import DATASET_STEP, MODEL_STEP
+from luthier.jobs.runtimes import ANY_FUNCTION, IMAGE, KEP_PREFIX, PREFIX, builtin, find, preset_of
+from luthier.jobs.spec import DATASET_STEP, MODEL_STEP, JobSpec
 from luthier.jobs.types import Framework, Runtime
 
 GROUP_OF_IMAGE = 1000
@@ -64,6 +65,16 @@ def replacements() -> list[Object]:
         made["metadata"]["labels"][FRAMEWORK] = Framework.TORCHTUNE.value
         found.append(made)
     return found
+
+
+def job_objects(spec: JobSpec) -> list[Object]:
+    """What a job of the catalogue's runtimes becomes on a cluster that has them, with the values of Secrets left out;
+    asks no cluster.
+
+    Raises:
+        UserError: there is no such runtime, or it has no place for what the spec asks.
+    """
+    return shown(objects(spec, runtime_object(find(spec.runtime, builtin("gpu"))), "TOKEN"))
 
 
 def runtime_object(runtime: Runtime) -> Object:

@@ -12,6 +12,7 @@ import pytest
 
 from luthier.errors import UserError
 from luthier.jobs.backends.kubernetes_objects import objects
+from luthier.jobs.manifests import job_objects
 from luthier.jobs.node import read_job
 from luthier.jobs.spec import Function, JobSpec, Transfer
 from tests.jobs.kubernetes.admission import plugin_refusals, refusals
@@ -63,6 +64,15 @@ def containers(spec: JobSpec, runtime: dict[str, Any] | None = None) -> dict[str
         environment = seen(container, labels, secrets)
         found[job.name] = ([expanded(word, environment) for word in container.get("command") or []], environment)
     return found
+
+
+def test_objects_are_shown_without_a_cluster() -> None:
+    rows = Transfer({"STORAGE_URI": "hf://a/b"}, {"ACCESS_TOKEN": "hidden"})
+    spec = JobSpec("job", "luthier-qwen2.5-0.5b", "luthier", engine="luthier", config=RUN, dataset=rows)
+    *secrets, train_job = job_objects(spec)
+    assert refusals(train_job) == []
+    assert train_job == objects(spec, OURS[spec.runtime], "TOKEN")[-1]
+    assert [secret["stringData"] for secret in secrets] == [{"ACCESS_TOKEN": "(secret)"}]
 
 
 def test_a_config_travels_whole() -> None:

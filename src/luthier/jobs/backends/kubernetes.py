@@ -16,7 +16,7 @@ from luthier.errors import UserError
 from luthier.jobs import messages
 from luthier.jobs.backends.kubernetes_cluster import Cluster, Missing, Taken
 from luthier.jobs.backends.kubernetes_names import Object, replicated_jobs
-from luthier.jobs.backends.kubernetes_objects import objects, secret_names
+from luthier.jobs.backends.kubernetes_objects import objects, secret_names, shown
 from luthier.jobs.backends.kubernetes_runtimes import runtime_of
 from luthier.jobs.backends.kubernetes_status import (
     FINAL,
@@ -43,7 +43,6 @@ _PAUSE = 0.5
 _GONE_SECONDS = 300.0
 _PACKAGES_SECONDS = 600.0
 _LAST_LINES = 12
-_SECRET = "(secret)"
 
 _PACKAGES = """
 import importlib.metadata, json
@@ -295,13 +294,6 @@ class KubernetesBackend:
             if ended:
                 return
             time.sleep(_PAUSE)
-
-
-def shown(made: list[Object]) -> list[Object]:
-    """Objects for people to look at: of Secrets the names of the values alone."""
-    return [
-        {**it, "stringData": dict.fromkeys(it["stringData"], _SECRET)} if it["kind"] == "Secret" else it for it in made
-    ]
 
 
 def _reference(train_job: Object) -> tuple[str, str]:

@@ -34,6 +34,7 @@ STORAGE_URI = "STORAGE_URI"
 _LONGEST_VARIABLE = 131_071
 """Bytes of one variable with its name, which is what Linux takes."""
 _LONGEST_NAME = 63
+_SECRET = "(secret)"
 _ALIASES = {"gpu": GPU, "storage": "ephemeral-storage"}
 _PLAIN = {"cpu", "memory", "ephemeral-storage"}
 _NODE_COMMAND = ("python", "-m", "luthier.jobs.node")
@@ -300,6 +301,13 @@ def secret_names(train_job: Object) -> Sequence[str]:
     """Names of the Secrets that were made for a TrainJob."""
     names: str = (train_job["metadata"].get("annotations") or {}).get(SECRETS) or ""
     return names.split(",") if names else []
+
+
+def shown(made: Sequence[Object]) -> list[Object]:
+    """Objects for people to look at: of Secrets the names of the values alone."""
+    return [
+        {**it, "stringData": dict.fromkeys(it["stringData"], _SECRET)} if it["kind"] == "Secret" else it for it in made
+    ]
 
 
 def literal(text: str) -> str:
