@@ -16,8 +16,7 @@ from luthier.jobs.exporter import name_base
 from luthier.jobs.exporter_targets import MARK, BucketTarget, HubTarget
 from luthier.jobs.initializers.fetch import MARKER
 from luthier.jobs.storage import Access, StorageError, parse
-from tests.jobs.test_initializers import until
-from tests.jobs.transfer import S3, Done, fails, gcs, s3, start, step, tree, wire
+from tests.jobs.transfer import S3, Done, fails, gcs, s3, start, step, tree, until, wire
 from tests.oracles.hub import hub
 
 

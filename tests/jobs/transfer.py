@@ -12,6 +12,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -83,6 +84,26 @@ def tree(directory: Path) -> dict[str, bytes]:
     """Names of a directory's files -> content, without hidden ones."""
     paths = [path for path in directory.rglob("*") if path.is_file() and not path.name.startswith(".")]
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+
+
+BIG = bytes(range(256)) * 12_000
+"""3 MB, all parts of which differ from their neighbours."""
+
+
+def write(root: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
+def until(condition: object, process: subprocess.Popen[str]) -> None:
+    """Wait for what another process does."""
+    deadline = time.monotonic() + 60
+    while not condition():  # type: ignore[operator]
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)
 
 
 @dataclass
