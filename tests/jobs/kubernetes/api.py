@@ -43,6 +43,7 @@ class Api(kmock.KubernetesEmulator):
         logs: of each pod, time and text of its lines.
         said: is told when a pod has changed or its log has grown.
         failing: verb and kind -> what all are told who ask so.
+        losing: verb and kind of what is done, but whose answers are lost.
         breaking: pods whose log breaks off after a line, once.
         run: runs a pod; None where tests say how pods go.
         end: ends a running pod.
@@ -58,6 +59,7 @@ class Api(kmock.KubernetesEmulator):
         self.said = asyncio.Condition()
         self.failing: dict[tuple[str, str], Refused] = {}
         self.breaking: set[str] = set()
+        self.losing: set[tuple[str, str]] = set()
         self.run: Callable[[Object], None] | None = None
         self.end: Callable[[str], Awaitable[None]] | None = None
         self._ticks = 0
@@ -86,6 +88,10 @@ class Api(kmock.KubernetesEmulator):
             chosen = [it for it in self.all(kind, request.namespace) if selected(it, request.params["labelSelector"])]
             return aiohttp.web.json_response({"kind": "List", "metadata": {}, "items": chosen})
         answer = await super()._handle(request)
+        if (verb, kind) in self.losing:
+            assert request._raw_request is not None
+            assert request._raw_request.transport is not None
+            request._raw_request.transport.abort()
         if kind == "trainjobs" and verb == "create" and (seconds := request.data["spec"].get("activeDeadlineSeconds")):
             metadata = request.data["metadata"]
             late = (self.overrun, metadata["namespace"], metadata["name"], metadata["uid"])

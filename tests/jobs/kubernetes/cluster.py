@@ -181,6 +181,14 @@ class Cluster:
 
         self.wait_for(fail())
 
+    def loses(self, verb: str, plural: str, lost: bool) -> None:
+        """Whether answers to all that ask so are lost."""
+
+        async def lose() -> None:
+            (self.api.losing.add if lost else self.api.losing.discard)((verb, plural))
+
+        self.wait_for(lose())
+
     def overruns(self, job: str) -> None:
         """A job has run longer than it may."""
         uid = self.train_job(job)["metadata"]["uid"]

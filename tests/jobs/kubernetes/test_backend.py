@@ -310,6 +310,7 @@ def test_secrets_go_with_their_job(backend: KubernetesBackend, world: Cluster) -
     ("verb", "kind", "status", "message", "said"),
     [
         ("create", "trainjobs", 500, "etcd is full", "answers with an error of its own (500: etcd is full)"),
+        ("create", "trainjobs", 404, 'namespaces "x" not found', 'is refused by the cluster: namespaces "x" not found'),
         ("create", "trainjobs", 422, "spec is wrong", "left: is refused by the cluster: spec is wrong"),
         ("update", "secrets", 403, "secrets is forbidden", "is not allowed here (secrets is forbidden); ask whoever"),
         ("create", "secrets", 403, "secrets is forbidden", "is not allowed here (secrets is forbidden); ask whoever"),
@@ -325,6 +326,16 @@ def test_nothing_is_left_of_a_job_that_was_not_taken(
         world.fails(verb, kind, None)
     assert secrets_of(world, "left") == []
     assert "left" not in [it.name for it in backend.list_jobs()]
+
+
+def test_nothing_is_left_of_a_job_whose_answer_was_lost(backend: KubernetesBackend, world: Cluster) -> None:
+    world.loses("create", "trainjobs", True)
+    try:
+        assert "cannot be reached" in refused(lambda: train(backend, "lost"))
+    finally:
+        world.loses("create", "trainjobs", False)
+    assert secrets_of(world, "lost") == []
+    assert "lost" not in [it.name for it in backend.list_jobs()]
 
 
 def test_a_name_is_taken_once_though_two_ask_at_once(backend: KubernetesBackend, world: Cluster) -> None:

@@ -152,7 +152,11 @@ def test_metadata_deadline_and_patches_are_the_specs() -> None:
     assert train_job["metadata"] == {
         "name": "job",
         "labels": {"team": "nlp"},
-        "annotations": {"why": "because: of $this", "jobs.luthier/recipe": "lora_finetune_distributed"},
+        "annotations": {
+            "why": "because: of $this",
+            "jobs.luthier/recipe": "lora_finetune_distributed",
+            "jobs.luthier/submission": "0",
+        },
     }
     assert train_job["spec"]["activeDeadlineSeconds"] == 60
     assert train_job["spec"]["runtimePatches"] == [TOLERATE]

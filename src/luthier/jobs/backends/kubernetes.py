@@ -14,9 +14,9 @@ from typing import Any
 
 from luthier.errors import UserError
 from luthier.jobs import messages
-from luthier.jobs.backends.kubernetes_cluster import Cluster, Missing, Taken
+from luthier.jobs.backends.kubernetes_cluster import Broken, Cluster, Missing, Taken
 from luthier.jobs.backends.kubernetes_names import Object, replicated_jobs
-from luthier.jobs.backends.kubernetes_objects import objects, secret_names, shown
+from luthier.jobs.backends.kubernetes_objects import is_of, objects, secret_names, shown
 from luthier.jobs.backends.kubernetes_runtimes import runtime_of
 from luthier.jobs.backends.kubernetes_status import (
     FINAL,
@@ -40,10 +40,11 @@ from luthier.jobs.types import COMPLETE, FAILED, RUNNING, Event, Runtime, TrainJ
 _log = logging.getLogger(__name__)
 
 _PAUSE = 0.5
-_GONE_SECONDS = 300.0
+_GONE_SECONDS = 600.0
 _PACKAGES_SECONDS = 600.0
 _LAST_LINES = 12
 
+_SMALL: dict[str, Any] = {"resources_per_node": {"cpu": 1, "gpu": 0}}
 _PACKAGES = """
 import importlib.metadata, json
 print(json.dumps({it.metadata["Name"]: it.version for it in importlib.metadata.distributions()}))
@@ -75,7 +76,7 @@ class KubernetesBackend:
         """
         job = f"packages-{secrets.token_hex(4)}"
         framework = str(runtime.trainer.framework) if runtime.trainer is not None else ""
-        self.submit(JobSpec(job, runtime.name, framework, command=("python", "-c", _PACKAGES)))
+        self.submit(JobSpec(job, runtime.name, framework, 1, 1, command=("python", "-c", _PACKAGES), **_SMALL))
         try:
             end = time.monotonic() + _PACKAGES_SECONDS
             while (now := self.get_job(job)).status not in FINAL:
@@ -101,7 +102,6 @@ class KubernetesBackend:
         with contextlib.suppress(Missing):
             self._cluster.train_job(spec.name)
             raise messages.duplicate(spec.name)
-        made: Object | None = None
         try:
             for secret in hidden:
                 self._cluster.create_secret(secret)
@@ -109,12 +109,7 @@ class KubernetesBackend:
             for secret in hidden:
                 self._cluster.own_secret(secret["metadata"]["name"], made)
         except BaseException as error:
-            if made is not None:
-                with contextlib.suppress(UserError, Missing):
-                    self._cluster.delete_train_job(spec.name)
-            for secret in hidden:
-                with contextlib.suppress(UserError):
-                    self._cluster.delete_secret(secret["metadata"]["name"])
+            self._take_back(train_job)
             if isinstance(error, Taken):
                 raise messages.duplicate(spec.name) from None
             raise
@@ -189,7 +184,7 @@ class KubernetesBackend:
         """End a job's pods, wait until they are gone, and forget it with its Secrets.
 
         Raises:
-            UserError: there is none of that name, or its pods do not end within five minutes.
+            UserError: there is none of that name, or its pods do not end within ten minutes.
         """
         found = self._find(name)
         try:
@@ -251,6 +246,16 @@ class KubernetesBackend:
         except Missing:
             raise messages.unknown_job(name) from None
 
+    def _take_back(self, train_job: Object) -> None:
+        """Delete what a submission may have made before it failed: a lost answer says nothing of what was done."""
+        name = train_job["metadata"]["name"]
+        with contextlib.suppress(UserError, Missing):
+            if is_of(self._cluster.train_job(name), train_job):
+                self._cluster.delete_train_job(name)
+        for secret in secret_names(train_job):
+            with contextlib.suppress(UserError):
+                self._cluster.delete_secret(secret)
+
     def _left(self, deleted: Object) -> list[str]:
         """What is still there of a job that has been deleted."""
         name, uid = deleted["metadata"]["name"], deleted["metadata"].get("uid")
@@ -272,6 +277,7 @@ class KubernetesBackend:
 
     def _follow(self, name: str, step: str, runtime: Object | None) -> Iterator[str]:
         last: dict[str, str] = {}
+        read: set[str] = set()
         said = ""
         while True:
             # Asked before reading: what is written until the job has ended is read after it has.
@@ -280,14 +286,19 @@ class KubernetesBackend:
             except Missing:
                 return
             pod = pods_of_steps(self._cluster.pods(name), runtime).get(step)
-            if pod is not None and has_begun(pod):
-                ended |= (pod.get("status") or {}).get("phase") == "Succeeded"
-                key = pod["metadata"].get("uid") or pod["metadata"]["name"]
+            key = (pod["metadata"].get("uid") or pod["metadata"]["name"]) if pod is not None else ""
+            if pod is not None and has_begun(pod) and key not in read:
+                phase = (pod.get("status") or {}).get("phase")
                 # A connection may break while the pod goes on; whoever comes back reads from the first line again.
-                for written, text in self._cluster.follow_log(pod["metadata"]["name"], container_of(pod)):
-                    if written > last.get(key, ""):
-                        yield text
-                        last[key] = written
+                with contextlib.suppress(Broken):
+                    for written, text in self._cluster.follow_log(pod["metadata"]["name"], container_of(pod)):
+                        if written > last.get(key, ""):
+                            yield text
+                            last[key] = written
+                    if phase in ("Succeeded", "Failed"):
+                        read.add(key)
+                        ended |= phase == "Succeeded"
+                ended &= key in read
             elif pod is not None and (reason := why_waiting(pod)) not in ("", said):
                 _log.warning("%s of job %s waits: %s", step, name, reason)
                 said = reason

@@ -41,6 +41,10 @@ class Taken(Exception):
     """The cluster has an object of that name."""
 
 
+class Broken(Exception):
+    """A connection broke before all was said."""
+
+
 class Cluster:
     """The part of a cluster's API that jobs need, in one namespace.
 
@@ -198,8 +202,11 @@ class Cluster:
         return [line.rstrip("\r") for line in (lines if lines[-1] else lines[:-1])]
 
     def follow_log(self, pod: str, container: str) -> Iterator[tuple[str, str]]:
-        """Time and text of a pod's lines from its first on, each as soon as it is written, until the container ends or
-        the connection does."""
+        """Time and text of a pod's lines from its first on, each as soon as it is written, until its container ends.
+
+        Raises:
+            Broken: the connection did not last as long; half a line may have been lost.
+        """
         import urllib3
 
         options = {"container": container, "follow": True, "timestamps": True, "_request_timeout": (10, None)}
@@ -213,7 +220,7 @@ class Cluster:
                 *lines, rest = (rest + chunk).split(b"\n")
                 yield from map(_dated, lines)
         except urllib3.exceptions.HTTPError:
-            return  # half a line is read again by whoever comes back
+            raise Broken from None
         finally:
             answer.close()
         if rest:
@@ -240,7 +247,7 @@ class Cluster:
         try:
             return function(*arguments, _preload_content=False, **{"_request_timeout": _SECONDS, **options})
         except ApiException as error:
-            if error.status == 404 and what not in _KINDS:
+            if error.status == 404 and what not in _KINDS and not function.__name__.startswith("create_"):
                 raise Missing(what) from None
             if error.status == 400 and "container" in options:
                 raise Missing(what) from None  # it has not begun
@@ -257,7 +264,7 @@ class Cluster:
             said = json.loads(error.body).get("message") or error.reason
         except (TypeError, ValueError, AttributeError):
             said = error.reason or f"status {error.status}"
-        if error.status == 404:
+        if error.status == 404 and what in _KINDS:
             return UserError(
                 f"has no Kubeflow Trainer ({what} cannot be listed)",
                 where=self._host,

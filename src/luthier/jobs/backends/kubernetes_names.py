@@ -24,8 +24,9 @@ NODE, LAUNCHER, EXPORTER = "node", "launcher", "exporter"
 
 OURS = "jobs.luthier/image"
 """Label of a runtime whose containers run Luthier's image: its value is "true"."""
-RECIPE, SECRETS = "jobs.luthier/recipe", "jobs.luthier/secrets"
-"""Annotations of a TrainJob: what the selection chose; names of its Secrets, with commas between them."""
+RECIPE, SECRETS, SUBMISSION = "jobs.luthier/recipe", "jobs.luthier/secrets", "jobs.luthier/submission"
+"""Annotations of a TrainJob: what the selection chose; names of its Secrets, with commas between them; which call of
+`submit` has made it."""
 EXPORT_MANAGER = "jobs.luthier/exporter"
 """Who owns the patch of a TrainJob that tells the exporter where to."""
 

@@ -21,6 +21,7 @@ from luthier.jobs.backends.kubernetes_names import (
     NODE,
     RECIPE,
     SECRETS,
+    SUBMISSION,
     Object,
     containers,
     is_ours,
@@ -48,7 +49,7 @@ def objects(spec: JobSpec, runtime: Object, token: str) -> list[Object]:
     Args:
         spec: the job.
         runtime: the TrainingRuntime or ClusterTrainingRuntime that it names.
-        token: ends the names of its Secrets, so that no two submissions share any.
+        token: tells this submission from others; it also ends the names of the Secrets.
 
     Raises:
         UserError: the runtime has no place for what the spec asks.
@@ -62,7 +63,7 @@ def objects(spec: JobSpec, runtime: Object, token: str) -> list[Object]:
     if len(set(managers)) < len(managers):
         what = f"several patches are of the manager {next(name for name in managers if managers.count(name) > 1)}"
         raise UserError(what, where="options.RuntimePatch", remedy="make them one")
-    annotations = dict(spec.annotations)
+    annotations = {**spec.annotations, SUBMISSION: token}
     if spec.recipe is not None:
         annotations[RECIPE] = spec.recipe
     if secrets.objects:
@@ -71,7 +72,7 @@ def objects(spec: JobSpec, runtime: Object, token: str) -> list[Object]:
         "apiVersion": API_VERSION,
         "kind": "TrainJob",
         "metadata": _without_nothing(
-            {"name": spec.name, "labels": dict(spec.labels) or None, "annotations": annotations or None}
+            {"name": spec.name, "labels": dict(spec.labels) or None, "annotations": annotations}
         ),
         "spec": _without_nothing(
             {
@@ -295,6 +296,12 @@ def exports(train_job: Object) -> bool:
             if container is not None and any(entry["name"] == STORAGE_URI for entry in container.get("env") or []):
                 return True
     return False
+
+
+def is_of(train_job: Object, other: Object) -> bool:
+    """Whether two TrainJobs are of the same submission."""
+    one, two = ((it["metadata"].get("annotations") or {}).get(SUBMISSION) for it in (train_job, other))
+    return one is not None and one == two
 
 
 def secret_names(train_job: Object) -> Sequence[str]:
