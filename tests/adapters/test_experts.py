@@ -72,19 +72,19 @@ def reloaded(kind: str, directory: Path, dtype: torch.dtype = torch.float64) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS + SHARED)
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 2e-6)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 3e-6)])
 def test_outputs_and_gradients_equal_pefts(kind: str, dtype: torch.dtype, bound: float, tmp_path: Path) -> None:
+    """Those of PEFT in float64, whatever the dtype: of two results in fp32 each is rounded its own way."""
     bound = max(bound, 1e-6) if kind in TO_FP32 else bound
-    bound = max(bound, 5e-6) if kind in SHARED and dtype == torch.float32 else bound  # sums of many layers, in fp32
     model = ours(kind, dtype, **({"target": ["attn", "mlp"]} if kind in SHARED else {}))
-    theirs = reloaded(kind, save_peft(model, tmp_path), dtype)
+    theirs = reloaded(kind, save_peft(model, tmp_path))
     with torch.no_grad():
         assert relative(logits(model), logits(theirs)) < bound
     found = gradients(model)
     (tmp_path / "gradients").mkdir()
     for name, gradient in found.items():  # written as adapters are, PEFT's must be equal under its own names
         model.get_parameter(name).data.copy_(gradient)
-    again = reloaded(kind, save_peft(model, tmp_path / "gradients"), dtype)
+    again = reloaded(kind, save_peft(model, tmp_path / "gradients"))
     values = dict(again.named_parameters())
     expected = gradients(theirs)
     assert len(expected) == len(found) > 0
