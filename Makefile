@@ -17,11 +17,12 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint .venv/constraints.txt
 HAS_CUDA := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test test-postgresql load fuzz matrix bench lint format reference sizes presets manifests clean
+.PHONY: help demo test soak test-postgresql load fuzz matrix bench lint format reference sizes presets manifests clean
 
 help:
 	@echo "make demo       train a small real model on the data that comes with Luthier, and ask it before and after"
 	@echo "make test       all tests, offline"
+	@echo "make soak       the tests that kill and repeat, to their promised size: 20 kills of a run, 5 of a server"
 	@echo "make test-postgresql  the server's tests on PostgreSQL (needs Debian's package postgresql)"
 	@echo "make load       2,000 polls and 200 samples at once: lateness, memory"
 	@echo "make fuzz       20,000 requests of ill will to a server; REQUESTS=n SEED=n for others"
@@ -41,6 +42,10 @@ demo: .venv/.demo
 
 test: .venv/.test
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+soak: .venv/.test
+	LUTHIER_SOAK=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile \
+		tests/recipes/test_train.py tests/tinker/server/test_restart.py
 
 test-postgresql: .venv/.test
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.tinker.server.postgresql $(BIN)/python -m pytest \

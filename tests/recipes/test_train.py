@@ -25,6 +25,7 @@ from luthier.recipes.dry_run import dry_run
 from luthier.recipes.evaluate import evaluate
 from luthier.recipes.export import export
 from luthier.recipes.sft import train
+from tests.soak import soaked
 
 DATA = Path(__file__).parents[2] / "src" / "luthier" / "demo"
 
@@ -127,14 +128,22 @@ def test_a_run_of_part_of_an_epoch_is_given_more_and_ends_with_a_checkpoint(tmp_
 
 
 @pytest.mark.parametrize("adapter", [{"rank": 4}, None])
-def test_twenty_kills_at_random_moments_change_nothing(tmp_path: Path, rows: Path, adapter: Any) -> None:
+def test_kills_at_random_moments_change_nothing(tmp_path: Path, rows: Path, adapter: Any) -> None:
     changes = {"adapter": adapter, "checkpoint": {"every": 1, "keep": 2}, "train": {"epochs": 3, "rows_per_step": 3}}
     train(config(tmp_path, rows, "whole", **changes))
     broken = config(tmp_path, rows, "broken", **changes)
     from luthier.config import dump_config
 
     (tmp_path / "run.yaml").write_text(dump_config(broken))
-    command = [sys.executable, "-m", "tests.recipes.killable", str(tmp_path / "run.yaml"), "20", "7", "2.5"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.recipes.killable",
+        str(tmp_path / "run.yaml"),
+        str(soaked(6, 20)),
+        "7",
+        "2.5",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_end(tmp_path / "whole", tmp_path / "broken")

@@ -12,12 +12,13 @@ from typing import Any
 
 from tinker import types
 
+from tests.soak import soaked
 from tests.tinker.server.served import Served, ints, serving
 
 MODEL = "debug:llama"
-ROUNDS = 17
-"""Of each loop; six operations each, so 204 of both."""
-KILLS = 5
+ROUNDS = soaked(5, 17)
+"""Of each loop; six operations each, so 204 of both in the end."""
+KILLS = soaked(2, 5)
 
 
 def loop(served: Served, seed: int, told: Callable[[], object]) -> dict[str, Any]:
