@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from luthier.config import load_config
 from luthier.errors import ConfigError, DataError, UserError
 from luthier.hf.tiny import debug_config, debug_tokenizer
-from luthier.jobs import BuiltinTrainer, LocalBackendConfig, LuthierConfig, Name, TrainerClient
+from luthier.jobs import BuiltinTrainer, LocalBackendConfig, LuthierConfig, Name, TrainerClient, exporter
 from luthier.jobs.engines import engine
 from luthier.jobs.engines.huggingface_run import train
 from luthier.jobs.store import JobStore
@@ -207,6 +207,20 @@ def test_an_adapter_on_two_processes(runs: dict[str, tuple[Any, Path]], place: P
     targets = {name.rpartition(".")[2] for name in model.targeted_module_names}
     assert targets == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert any(float(weight.abs().max()) > 0 for name, weight in model.named_parameters() if "lora_B" in name)
+
+
+def test_an_exporter_takes_what_the_engine_has_exported(runs: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:
+    workspace = {name: str(output.parent) for name, (_, output) in runs.items()}
+    target = tmp_path / "tuned"
+    assert exporter.main({"STORAGE_URI": f"file://{target}", "LUTHIER_WORKSPACE": workspace["huggingface"]}) == 0
+    assert AutoModelForCausalLM.from_pretrained(target).num_parameters() > 0
+    merged = {"STORAGE_URI": f"file://{tmp_path / 'x'}", "LUTHIER_WORKSPACE": workspace["adapter"]}
+    with pytest.raises(
+        UserError, match="EXPORT_FORM: merged weights are asked for, and the run's engine has left adap"
+    ):
+        exporter.main(merged)
+    assert exporter.main(merged | {"EXPORT_FORM": "adapter"}) == 0
+    assert (tmp_path / "x" / "adapter_model.safetensors").is_file()
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

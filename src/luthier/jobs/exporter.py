@@ -9,6 +9,7 @@ process of its own since it needs torch and this one does not. Its exit code, wh
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,6 +53,8 @@ def _write(root: Path, form: str) -> int:
     """`luthier export`, which says itself what is wrong; returns its exit code."""
     if not (root / "output").is_dir():
         raise UserError("there is no run to export", where=str(root / "output"), remedy="train first")
+    if not (root / "output" / "config.yaml").is_file():
+        return _take(root, form)
     say(f"exporter: writing {form} weights of {root / 'output'}")
     command = [sys.executable, "-m", "luthier", "export", "output", "--output", EXPORT, FORMS[form]]
     with subprocess.Popen(command, cwd=root) as process:
@@ -65,6 +68,21 @@ def _write(root: Path, form: str) -> int:
         finally:
             signal.signal(signal.SIGTERM, earlier)
     return 128 - code if code < 0 else code if code in (0, EXIT_USER_ERROR, 130, 143) else 1
+
+
+def _take(root: Path, form: str) -> int:
+    """What another engine than Luthier's has exported itself, as it is."""
+    done = root / "output" / EXPORT
+    if not done.is_dir():
+        raise UserError("holds no run of Luthier's, and no export", where=str(root / "output"))
+    there = "adapter" if (done / "adapter_config.json").is_file() else "merged"
+    if form != there:
+        raise UserError(
+            f"{form} weights are asked for, and the run's engine has left {there} ones", where="EXPORT_FORM"
+        )
+    shutil.rmtree(root / EXPORT, ignore_errors=True)
+    shutil.copytree(done, root / EXPORT)
+    return 0
 
 
 def name_base(root: Path) -> None:
