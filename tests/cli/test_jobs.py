@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import yaml
 from luthier.cli.main import main
 from luthier.cli.runtimes import HEAD
 from luthier.config import load_config
+from luthier.jobs import TrainerClient
+from luthier.jobs.spec import JobSpec
 
 
 @pytest.fixture(autouse=True)
@@ -134,8 +137,29 @@ def test_a_job_from_end_to_end(capfd, tmp_path, monkeypatch):
     assert main(["jobs", "get", "first"]) == 2
 
 
+def test_jobs_are_suspended_resumed_and_deleted(capfd, tmp_path):
+    os.mkfifo(tmp_path / "gate")
+    script = f"test -e begun && exit 0; touch begun; read line < {tmp_path}/gate"
+    client = TrainerClient()
+    for name in ("first", "second"):
+        client.backend.submit(JobSpec(name, "torch-distributed", "torch", 1, 1, command=("sh", "-c", script)))
+    assert said(capfd, "jobs", "suspend", "second", "first").splitlines()[0].startswith("second is asked to stop;")
+    for name in ("first", "second"):
+        assert said(capfd, "jobs", "wait", name, "--status", "Suspended") == f"{name} is Suspended\n"
+    assert told(capfd, "jobs", "resume", "first") == {"resumed": ["first"]}
+    assert said(capfd, "jobs", "wait", "first") == "first is Complete\n"
+    assert main(["jobs", "suspend", "first", "second"]) == 2  # what has ended keeps nobody else from it
+    assert "first: has ended (Complete)" in capfd.readouterr().err
+    assert main(["jobs", "delete", "nobody", "first", "none", "second"]) == 2
+    errors = capfd.readouterr().err
+    assert "nobody: there is no job" in errors
+    assert "none: there is no job" in errors
+    assert said(capfd, "jobs", "list") == "there are no jobs\n"
+
+
 def test_submit_shows_what_would_run(capfd, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hush")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "hush")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
     places = ["--model", "hf://me/model", "--data", "s3://bucket/rows", "--export", "hf://me/tuned"]
     spec = told(
@@ -146,7 +170,10 @@ def test_submit_shows_what_would_run(capfd, monkeypatch):
     assert spec["recipe"] == "lora_finetune_distributed"
     assert (spec["num_nodes"], spec["nproc_per_node"]) == (2, 2)
     assert spec["model"]["env"]["STORAGE_URI"] == "hf://me/model"
-    assert (spec["model"]["secrets"], spec["dataset"]["secrets"]) == (["ACCESS_TOKEN"], ["SECRET_ACCESS_KEY"])
+    assert (spec["model"]["secrets"], spec["dataset"]["secrets"]) == (
+        ["ACCESS_TOKEN"],
+        ["ACCESS_KEY_ID", "SECRET_ACCESS_KEY"],
+    )
     assert spec["exporter"]["env"] == {"STORAGE_URI": "hf://me/tuned", "EXPORT_FORM": "adapter"}
     assert "hush" not in json.dumps(spec)
     assert told(capfd, "jobs", "list")["jobs"] == []
@@ -167,6 +194,8 @@ def test_submit_shows_what_would_run(capfd, monkeypatch):
         (["list", "--watch", "--json"], "--json: prints one object, and watching has many"),
         (["get", "nobody"], "nobody"),
         (["logs", "nobody"], "nobody"),
+        (["suspend", "nobody"], "nobody"),
+        (["resume", "nobody"], "nobody"),
     ],
 )
 def test_refusals(capfd, words, message):

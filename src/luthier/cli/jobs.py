@@ -1,18 +1,18 @@
-"""`luthier jobs`: submit, list, get, logs, wait, events, delete."""
+"""`luthier jobs`: submit, list, get, logs, wait, events, suspend, resume, delete."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from luthier.cli.frame import Answer, Arguments, JsonOption, run_config, verb
-from luthier.errors import ConfigError
+from luthier.cli.job_lines import ENDED, details, event_line, jobs_table, line_of, plain
+from luthier.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from luthier.jobs import Initializer, ModelExporter, TrainerClient
@@ -28,12 +28,12 @@ BackendSettings = Annotated[
     typer.Option("--backend-option", metavar="KEY=VALUE", help="Of the backend: namespace, context, partition, ..."),
 ]
 NameArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
+NamesArgument = Annotated[list[str], typer.Argument(metavar="JOB...", help="Their names.")]
 WatchOption = Annotated[bool, typer.Option("--watch", help="Go on telling until the job has ended.")]
 
 _UNSAID = "<the runtime's>"
 """Stands for the model of a config that names none."""
 _PAUSE = 0.5
-_ENDED = ("Complete", "Failed")
 _S3 = {"access_key_id": "AWS_ACCESS_KEY_ID", "secret_access_key": "AWS_SECRET_ACCESS_KEY", "region": "AWS_REGION"}
 _S3 |= {"endpoint": "AWS_ENDPOINT_URL"}
 
@@ -65,7 +65,7 @@ def submit(
     engine: Annotated[str, typer.Option("--engine", help="Who trains: luthier, huggingface.")] = "luthier",
     backend: BackendOption = "local",
     settings: BackendSettings = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing, show the job.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the job, start nothing, show it.")] = False,
     watch: WatchOption = False,
     as_json: JsonOption = False,
 ) -> Answer:
@@ -100,7 +100,7 @@ def submit(
             {"name": submitted}, [f"submitted {submitted}; `luthier jobs get {submitted} --watch` follows it"]
         )
     job = _watched(client, submitted, as_json=as_json)
-    return Answer({"name": submitted, "job": _plain(job)}, [], code=0 if job.status == "Complete" else 1)
+    return Answer({"name": submitted, "job": plain(job)}, [], code=0 if job.status == "Complete" else 1)
 
 
 @app.command("list")
@@ -116,8 +116,8 @@ def list_jobs(
     jobs = client.list_jobs(runtime)
     if watch:
         _refuse_endless(as_json)
-        _tell_changes(lambda: [*_table(client.list_jobs(runtime)), ""], whole=True)
-    return Answer({"jobs": [_plain(job) for job in jobs]}, _table(jobs))
+        _tell_changes(lambda: [*jobs_table(client.list_jobs(runtime)), ""], whole=True)
+    return Answer({"jobs": [plain(job) for job in jobs]}, jobs_table(jobs))
 
 
 @app.command()
@@ -131,7 +131,7 @@ def get(
     """Show a job: its status, progress and steps."""
     client = client_of(backend, settings)
     job = _watched(client, name, as_json=as_json) if watch else client.get_job(name)
-    return Answer(_plain(job), _details(job))
+    return Answer(plain(job), details(job))
 
 
 @app.command()
@@ -168,7 +168,7 @@ def wait(
     """Wait until a job is complete; say why when it fails."""
     pause = min(_PAUSE, timeout)
     job = client_of(backend, settings).wait_for_job_status(name, set(status or ("Complete",)), timeout, pause)
-    return Answer(_plain(job), [f"{name} is {job.status}"])
+    return Answer(plain(job), [f"{name} is {job.status}"])
 
 
 @app.command()
@@ -183,28 +183,50 @@ def events(
     client = client_of(backend, settings)
 
     def told() -> list[str]:
-        found = client.get_job_events(name)
-        return [f"{_time(e.event_time)}  {e.reason:<12}  {e.involved_object_name}  {e.message}" for e in found]
+        return [event_line(event) for event in client.get_job_events(name)]
 
     if watch:
         _refuse_endless(as_json)
-        _tell_changes(told, until=lambda: client.get_job(name).status in _ENDED)
+        _tell_changes(told, until=lambda: client.get_job(name).status in ENDED)
         return Answer({}, [])
     return Answer({"events": client.get_job_events(name)}, told())
 
 
 @app.command()
+def suspend(
+    names: NamesArgument,
+    backend: BackendOption = "local",
+    settings: BackendSettings = None,
+    as_json: JsonOption = False,
+) -> Answer:
+    """Let jobs stop and wait: a run saves a checkpoint first."""
+    client = client_of(backend, settings)
+    told = [f"{name} is asked to stop; `luthier jobs resume {name}` lets it go on" for name in names]
+    return _with_each(names, client.suspend_job, "suspended", told)
+
+
+@app.command()
+def resume(
+    names: NamesArgument,
+    backend: BackendOption = "local",
+    settings: BackendSettings = None,
+    as_json: JsonOption = False,
+) -> Answer:
+    """Let suspended jobs go on when their turn comes: a run from its last checkpoint."""
+    client = client_of(backend, settings)
+    return _with_each(names, client.resume_job, "resumed", [f"{name} goes on when its turn comes" for name in names])
+
+
+@app.command()
 def delete(
-    names: Annotated[list[str], typer.Argument(metavar="JOB...", help="Their names.")],
+    names: NamesArgument,
     backend: BackendOption = "local",
     settings: BackendSettings = None,
     as_json: JsonOption = False,
 ) -> Answer:
     """End jobs, and forget them with their files."""
     client = client_of(backend, settings)
-    for name in names:
-        client.delete_job(name)
-    return Answer({"deleted": names}, [f"deleted {', '.join(names)}"])
+    return _with_each(names, client.delete_job, "deleted", [f"deleted {', '.join(names)}"])
 
 
 # --- what they share --------------------------------------------------------------------------------------------------
@@ -240,6 +262,20 @@ def client_of(backend: str, settings: Sequence[str] | None) -> TrainerClient:
     return TrainerClient(kind(**given))
 
 
+def _with_each(names: Sequence[str], work: Callable[[str], None], done: str, lines: list[str]) -> Answer:
+    """Do something with each of several jobs; one that it cannot be done with does not keep the others from it."""
+    from luthier.config.faults import raise_all
+
+    errors = []
+    for name in names:
+        try:
+            work(name)
+        except UserError as error:
+            errors.append(error)
+    raise_all(errors)
+    return Answer({done: names}, lines)
+
+
 def _initializer(model: str | None, data: str | None) -> Initializer | None:
     from luthier.jobs import DatasetInitializer, Initializer, ModelInitializer, S3DatasetInitializer, S3ModelInitializer
 
@@ -271,10 +307,10 @@ def _watched(client: TrainerClient, name: str, *, as_json: bool) -> TrainJob:
 
     def now() -> list[str]:
         last[0] = client.get_job(name)
-        return [_line(last[0])]
+        return [line_of(last[0])]
 
     def ended() -> bool:
-        return last[0].status in _ENDED
+        return last[0].status in ENDED
 
     _tell_changes(now, until=ended, quiet=as_json)
     return last[0]
@@ -304,59 +340,3 @@ def _tell_changes(
 def _refuse_endless(as_json: bool) -> None:
     if as_json:
         raise ConfigError("prints one object, and watching has many", where="--json", remedy="leave out --watch")
-
-
-def _plain(job: TrainJob) -> dict[str, Any]:
-    """A job for `--json`; of its runtime the name."""
-    return {
-        "name": job.name,
-        "runtime": job.runtime.name,
-        "status": job.status,
-        "message": job.message,
-        "num_nodes": job.num_nodes,
-        "created": job.creation_timestamp,
-        "progress": job.trainer_status,
-        "steps": job.steps,
-    }
-
-
-def _table(jobs: Sequence[TrainJob]) -> Iterator[str]:
-    from luthier.cli.runtimes import table
-
-    head = ("Job", "Runtime", "Status", "Progress", "Created")
-    rows = [
-        [job.name, job.runtime.name, job.status, _progress(job) or "-", _time(job.creation_timestamp)] for job in jobs
-    ]
-    return table(head, rows) if rows else iter(["there are no jobs"])
-
-
-def _line(job: TrainJob) -> str:
-    said = [part for part in (_progress(job), job.message.partition("\n")[0]) if part]
-    return f"{job.name}  {job.status}" + (f"  {', '.join(said)}" if said else "")
-
-
-def _progress(job: TrainJob) -> str:
-    status = job.trainer_status
-    if status is None:
-        return ""
-    parts = [f"{status.progress_percentage}%"] if status.progress_percentage is not None else []
-    if status.estimated_remaining_seconds is not None and job.status not in _ENDED:
-        minutes, seconds = divmod(status.estimated_remaining_seconds, 60)
-        hours, minutes = divmod(minutes, 60)
-        parts.append(f"{hours}:{minutes:02}:{seconds:02} left" if hours else f"{minutes}:{seconds:02} left")
-    if "loss" in status.metrics:
-        parts.append(f"loss {status.metrics['loss']:.4f}")
-    return ", ".join(parts)
-
-
-def _details(job: TrainJob) -> Iterator[str]:
-    yield _line(job)
-    yield from (f"    {line}" for line in job.message.splitlines()[1:])
-    for step in job.steps:
-        times = [_time(moment) if moment is not None else "-" for moment in (step.started, step.ended)]
-        code = "" if step.exit_code is None else f"  exit code {step.exit_code}"
-        yield f"  {step.name:<20}{step.status or '-':<12}{' to '.join(times)}{code}"
-
-
-def _time(moment: datetime) -> str:
-    return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

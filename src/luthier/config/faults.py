@@ -10,7 +10,7 @@ from typing import Any
 import pydantic_core
 
 from luthier.config.suggest import nearest
-from luthier.errors import ConfigError
+from luthier.errors import ConfigError, UserError
 
 _TYPES = {
     "bool": "true or false",
@@ -98,7 +98,7 @@ def describe(error: pydantic_core.ErrorDetails, path: tuple[str, ...]) -> Fault:
     return Fault(path, f"{_summary(value)} does not fit: {error['msg']}")
 
 
-def raise_all(errors: Sequence[ConfigError]) -> None:
+def raise_all(errors: Sequence[UserError]) -> None:
     """Raise what is wrong as one error, a sentence a line; nothing when nothing is wrong."""
     if len(errors) == 1:
         raise errors[0]
