@@ -26,6 +26,21 @@ def node_step(number: int) -> str:
     return f"node-{number}"
 
 
+def gpus_of(resources: Mapping[str, Any] | None) -> int | None:
+    """GPUs that resources of a node name; None where they do not say.
+
+    >>> gpus_of({"gpu": "2", "cpu": 8}), gpus_of({"nvidia.com/gpu": 0}), gpus_of({"cpu": 8})
+    (2, 0, None)
+    """
+    named = [int(value) for name, value in (resources or {}).items() if is_gpu(name)]
+    return sum(named) if named else None
+
+
+def is_gpu(resource: str) -> bool:
+    """Whether a resource's name means GPUs: "gpu", or as a device plugin has it ("nvidia.com/gpu")."""
+    return resource.lower().rpartition("/")[2] == "gpu"
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """A step that moves files: an initializer, or the exporter.
@@ -49,21 +64,21 @@ class Function:
         name: of the function in it.
         args: keyword arguments, as JSON has them.
         packages: to install before.
-        pip_index_urls: where from, the first one first.
+        pip_index_urls: where from, the first one first; they may have a password in them.
     """
 
     source: str
     name: str
     args: Mapping[str, Any] = field(default_factory=dict)
     packages: tuple[str, ...] = ()
-    pip_index_urls: tuple[str, ...] = ()
+    pip_index_urls: tuple[str, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
     """A job as it would run; `TrainerClient.train(dry_run=True)` returns it.
 
-    Exactly one of `config`, `function` and `command` says what the nodes do.
+    `config`, `function` or `command` says what the nodes do; without any the entry point of `image` does.
 
     Attributes:
         name: of the job; lower-case letters, digits and hyphens, at most 63, a letter first.
@@ -75,11 +90,12 @@ class JobSpec:
         engine: which engine reads `config` ("luthier", "huggingface").
         config: a Luthier run as plain data, every value of its field's type; paths relative to the workspace.
         function: a training function.
-        command: a program with its arguments.
+        command: a program, and what comes first of its arguments.
+        args: what follows `command`, or the image's own entry point (Kubernetes only).
         files: text files that are laid into the workspace before the nodes start, by relative path: a chat template, a
             data-set class.
         image: container image of the nodes; None for the runtime's own.
-        env: of the nodes' processes, besides what the backend sets.
+        env: of the nodes' processes, besides what the backend sets; its values are kept as secrets are.
         resources_per_node: by Kubernetes' names ({"gpu": 2, "cpu": 8, "memory": "64Gi"}).
         dataset, model: initializers; None where there is nothing to fetch.
         exporter: None where the result stays in `output/`.
@@ -99,9 +115,10 @@ class JobSpec:
     config: Mapping[str, Any] | None = None
     function: Function | None = None
     command: tuple[str, ...] | None = None
+    args: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     image: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     resources_per_node: Mapping[str, Any] | None = None
     dataset: Transfer | None = None
     model: Transfer | None = None

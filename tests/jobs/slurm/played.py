@@ -169,9 +169,13 @@ def scancel(words: list[str]) -> None:
 def scontrol(words: list[str]) -> None:
     verb, number = words
     if verb == "requeuehold":
+        if load(number)["state"] == "PENDING":
+            print(f"Job is pending execution for job {number}", file=sys.stderr)
+            sys.exit(1)
         (ROOT / f"{number}.held").touch()
-        if load(number)["state"] == "RUNNING":
-            (ROOT / f"{number}.befall").write_text("REQUEUED")
+        (ROOT / f"{number}.befall").write_text("REQUEUED")
+    elif verb == "hold":
+        (ROOT / f"{number}.held").touch()
     elif verb == "release":
         (ROOT / f"{number}.held").unlink(missing_ok=True)
     else:

@@ -169,6 +169,16 @@ def test_a_job_can_be_held_and_let_go(backend: SlurmBackend) -> None:
         backend.suspend_job("job")
 
 
+def test_a_job_that_waits_can_be_held_and_let_go(backend: SlurmBackend, slurm: Path) -> None:
+    (slurm / "gate").touch()
+    backend.submit(shell("echo done"))
+    backend.suspend_job("job")
+    until(backend, "Suspended")
+    (slurm / "gate").unlink()
+    backend.resume_job("job")
+    assert ended(backend) == ["done"]
+
+
 def test_deleting_ends_its_processes(backend: SlurmBackend, tmp_path: Path) -> None:
     backend.submit(shell(f"echo $$ > '{tmp_path}/pid'; echo begun; exec sleep 600"))
     assert next(backend.get_job_logs("job", "node-0", follow=True)) == "begun"
@@ -222,9 +232,11 @@ def test_without_slurm_there_is_a_remedy(backend: SlurmBackend, monkeypatch: pyt
     ("spec", "error"),
     [
         ({"image": "mine"}, "image: jobs of Slurm run in no container"),
+        ({"inherit_environment": True}, "inherit_environment: jobs of Slurm have an environment of their own"),
         ({"runtime_patches": ({"manager": "a.b/c"},)}, "runtime_patches: jobs of Slurm have no pods to patch"),
         ({"resources_per_node": {"tpu": 1}}, "resources_per_node.tpu: Slurm has no word for it"),
         ({"resources_per_node": {"memory": "much"}}, 'resources_per_node.memory: "much" is no amount of memory'),
+        ({"resources_per_node": {"cpu": "some"}}, 'resources_per_node.cpu: "some" is no amount of cpu'),
     ],
 )
 def test_what_slurm_cannot_do_is_refused(spec: dict[str, Any], error: str, backend: SlurmBackend) -> None:
@@ -256,6 +268,28 @@ def test_the_script_asks_for_what_the_job_needs(tmp_path: Path) -> None:
         "--exclusive",
         "--constraint=h100",
     ]
+
+
+@pytest.mark.parametrize(
+    ("resources", "options"),
+    [
+        ({"cpu": "1500m"}, ["--cpus-per-task=2"]),
+        ({"cpu": 0.5, "memory": 64_000_000_000}, ["--cpus-per-task=1", "--mem=61035M"]),
+        ({"nvidia.com/gpu": "2", "memory": "1.5Ti"}, ["--gpus-per-node=2", "--mem=1572864M"]),
+        ({"gpu": "0", "memory": "1Ki"}, ["--gpus-per-node=0", "--mem=1M"]),
+    ],
+)
+def test_quantities_of_kubernetes_are_slurms(resources: dict[str, Any], options: list[str], tmp_path: Path) -> None:
+    script = SlurmBackend(SlurmBackendConfig(tmp_path)).as_object(shell("exit", resources_per_node=resources))
+    asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    assert asked[6:] == options
+
+
+def test_a_node_without_gpus_has_none(backend: SlurmBackend) -> None:
+    backend.submit(shell("echo $PYTHONUNBUFFERED", resources_per_node={"gpu": "0"}))
+    assert ended(backend) == ["1"]  # so that a log has each line at once
+    [step] = backend.get_job("job").steps
+    assert (step.device, step.device_count) == ("cpu", "1")
 
 
 @pytest.mark.parametrize("home", ["plain", "with spaces, 100% 'quoted' and $HOME"])

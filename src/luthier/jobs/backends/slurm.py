@@ -18,7 +18,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from functools import cached_property
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from luthier.jobs.logs import last_lines, tail
 from luthier.jobs.messages import duplicate, has_ended, unknown_job, unknown_step
 from luthier.jobs.node import JOB_FILE, pip_variables
 from luthier.jobs.options import SlurmBackendConfig
+from luthier.jobs.packages import installed
 from luthier.jobs.progress import read_progress
 from luthier.jobs.spec import DATASET_STEP, EXPORT_STEP, MODEL_STEP, OUTPUT, JobSpec
 from luthier.jobs.store import FINAL, home_directory
@@ -84,8 +84,7 @@ class SlurmBackend:
 
     def get_runtime_packages(self, runtime: Runtime) -> dict[str, str]:
         """Installed Python packages -> their versions: nodes run this very environment."""
-        found = {package.metadata["Name"]: package.version for package in distributions()}
-        return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+        return installed()
 
     def submit(self, spec: JobSpec) -> None:
         """Take a job. It is durable when this returns.
@@ -108,11 +107,9 @@ class SlurmBackend:
             write(directory / NODE_JOB, job_file(spec))
             write(directory / SCRIPT, script)
             lay(spec.files, directory / "workspace")
-            environment = {**os.environ, **self._environment(spec, directory)}
-            names = sorted({*clean_environment(os.environ), "LUTHIER_WORKSPACE", VARIABLE})
-            if spec.inherit_environment:
-                names = ["ALL"]
-            record["slurm"] = slurm.submit(str(directory / SCRIPT), environment, names)
+            own = self._environment(spec, directory)
+            names = sorted({*clean_environment(os.environ), *own})
+            record["slurm"] = slurm.submit(str(directory / SCRIPT), {**os.environ, **own}, names)
             write(directory / JOB, json.dumps(record))
         except BaseException:
             shutil.rmtree(directory)
@@ -217,6 +214,10 @@ class SlurmBackend:
             raise UserError("jobs of Slurm run in no container", where="image", remedy=remedy)
         if spec.runtime_patches:
             raise UserError("jobs of Slurm have no pods to patch", where="runtime_patches", remedy=remedy)
+        if spec.inherit_environment:
+            raise UserError(
+                "jobs of Slurm have an environment of their own", where="inherit_environment", remedy=remedy
+            )
 
     def _environment(self, spec: JobSpec, directory: Path) -> dict[str, str]:
         """What sbatch sees: where the workspace is, and in one variable what each step sees besides."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from luthier.errors import UserError
 
 _GONE = "Invalid job id"
+_PENDING = "Job is pending execution"
+"""What `scontrol requeuehold` says of a job that has not started."""
 _SQUEUE = "%i|%T|%r"
 _SACCT = "JobIDRaw,State,ExitCode"
 
@@ -87,8 +89,13 @@ def cancel(job: str) -> None:
 
 
 def hold(job: str) -> None:
-    """Stop a job and keep it from starting again."""
-    _run("scontrol", "requeuehold", job)
+    """Stop a job and keep it from starting again; one that waits is kept from starting."""
+    try:
+        _run("scontrol", "requeuehold", job)
+    except UserError as error:
+        if _PENDING not in error.what:
+            raise
+        _run("scontrol", "hold", job)
 
 
 def release(job: str) -> None:

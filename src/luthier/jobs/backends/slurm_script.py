@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
@@ -12,14 +13,17 @@ from pathlib import Path
 from luthier.errors import UserError
 from luthier.jobs.backends.slurm_step import NODE
 from luthier.jobs.options import SlurmBackendConfig
-from luthier.jobs.spec import DATASET_STEP, EXPORT_STEP, MODEL_STEP, JobSpec, node_step
+from luthier.jobs.spec import DATASET_STEP, EXPORT_STEP, MODEL_STEP, JobSpec, gpus_of, is_gpu, node_step
 
 STEPS, BATCH_LOG, NUMBER = "steps.txt", "batch.txt", "number.txt"
 SCRIPT_STEP = "script"
 """What the script calls itself in `STEPS`."""
 
-_UNITS = {"": 1, "k": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
-_UNITS |= {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+_MEBI = 1 << 20
+_UNITS = {"m": Decimal("0.001"), "": Decimal(1)}
+_UNITS |= {letter: Decimal(1000 ** (number + 1)) for number, letter in enumerate("kMGTPE")}
+_UNITS |= {f"{letter}i": Decimal(1024 ** (number + 1)) for number, letter in enumerate("KMGTPE")}
+"""Suffixes of Kubernetes' quantities -> what they stand for."""
 
 _HEAD = """
 # Words in single quotes are meant as they are.
@@ -109,12 +113,13 @@ def options(spec: JobSpec, directory: Path, config: SlurmBackendConfig) -> list[
         "--open-mode=append",
         f'--output="{_pattern(directory / "logs" / BATCH_LOG)}"',
     ]
-    resources = dict(spec.resources_per_node or {})
-    for name, option in (("gpu", "--gpus-per-node"), ("cpu", "--cpus-per-task")):
-        if name in resources:
-            found.append(f"{option}={int(resources.pop(name))}")
+    resources = {name: value for name, value in (spec.resources_per_node or {}).items() if not is_gpu(name)}
+    if (gpus := gpus_of(spec.resources_per_node)) is not None:
+        found.append(f"--gpus-per-node={gpus}")
+    if "cpu" in resources:
+        found.append(f"--cpus-per-task={max(1, math.ceil(_amount(resources.pop('cpu'), 'cpu')))}")
     if "memory" in resources:
-        found.append(f"--mem={_mebibytes(resources.pop('memory'))}M")
+        found.append(f"--mem={max(1, int(_amount(resources.pop('memory'), 'memory') / _MEBI))}M")
     if resources:
         remedy = "give gpu, cpu and memory here, and what else the cluster has as sbatch_options"
         raise UserError("Slurm has no word for it", where=f"resources_per_node.{next(iter(resources))}", remedy=remedy)
@@ -149,8 +154,10 @@ def _pattern(path: Path) -> str:
     return str(path).replace("%", "%%")
 
 
-def _mebibytes(amount: str | int) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?|[KMGT]i)", str(amount).strip())
-    if match is None:
-        raise UserError(f'"{amount}" is no amount of memory', where="resources_per_node.memory", remedy='write "64Gi"')
-    return max(1, int(Decimal(match[1]) * _UNITS[match[2]] / (1 << 20)))
+def _amount(quantity: str | float, of: str) -> Decimal:
+    """What a quantity of Kubernetes is in whole units."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-zA-Z]*)", str(quantity).strip())
+    if match is None or match[2] not in _UNITS:
+        where, remedy = f"resources_per_node.{of}", 'write 8 or "64Gi"'
+        raise UserError(f'"{quantity}" is no amount of {of}', where=where, remedy=remedy)
+    return Decimal(match[1]) * _UNITS[match[2]]

@@ -8,7 +8,7 @@ from typing import Any
 
 from luthier.jobs.backends.slurm_script import STEPS
 from luthier.jobs.backends.slurm_step import NODE
-from luthier.jobs.spec import DATASET_STEP, EXPORT_STEP, MODEL_STEP
+from luthier.jobs.spec import DATASET_STEP, EXPORT_STEP, MODEL_STEP, gpus_of
 from luthier.jobs.types import COMPLETE, CREATED, FAILED, RUNNING, SUSPENDED, UNKNOWN, Step
 
 
@@ -42,8 +42,8 @@ def step_names(spec: dict[str, Any]) -> list[str]:
 
 def steps_of(name: str, spec: dict[str, Any], words: list[Word], job: str) -> list[Step]:
     """The steps as the script noted them last; srun tells of all nodes at once."""
-    gpus = (spec["resources_per_node"] or {}).get("gpu", 0)
-    processes = spec["nproc_per_node"] if spec["nproc_per_node"] != "auto" else max(1, int(gpus))
+    gpus = gpus_of(spec["resources_per_node"]) or 0
+    processes = spec["nproc_per_node"] if spec["nproc_per_node"] != "auto" else max(1, gpus)
     found = []
     for step in step_names(spec):
         is_node = step.startswith("node-")
