@@ -14,6 +14,7 @@ from luthier.jobs import (
     BuiltinTrainer,
     CustomDataset,
     CustomTrainer,
+    CustomTrainerContainer,
     DatasetInitializer,
     HuggingFaceDatasetInitializer,
     HuggingFaceModelInitializer,
@@ -30,6 +31,7 @@ from luthier.jobs import (
     Name,
     Runtime,
     RuntimePatch,
+    S3DatasetInitializer,
     TorchTuneConfig,
     TorchTuneInstructDataset,
     TrainerArgs,
@@ -37,7 +39,10 @@ from luthier.jobs import (
     TrainerCommand,
     register_dataset,
 )
-from luthier.jobs.wire import packed, unpacked
+from luthier.jobs.build import Asked, build
+from luthier.jobs.runtimes import builtin
+from luthier.jobs.spec import JobSpec
+from luthier.jobs.wire import described, packed, unpacked
 
 RUNTIME = "luthier-qwen2.5-0.5b"
 
@@ -102,6 +107,9 @@ def test_what_a_config_leaves_out_comes_from_the_runtime(client):
     assert spec.config["train"] == {"tokens_per_step": 512, "epochs": 1}
     assert spec.config["adapter"] == {"rank": 4}
     assert spec.recipe == "lora_finetune_single_device"
+    bare = dry(client, trainer=BuiltinTrainer(LuthierConfig(adapter={})), exporter=ModelExporter("hf://a/b", "adapter"))
+    assert (bare.config["adapter"], bare.config["optimizer"]["learning_rate"]) == ({}, 3e-4)
+    assert bare.recipe == "lora_finetune_single_device"
     full = dry(client, trainer=BuiltinTrainer(LuthierConfig(adapter=None)))
     assert full.config["optimizer"]["learning_rate"] == 2e-5
     assert full.recipe == "full_finetune_single_device"
@@ -175,6 +183,28 @@ def test_a_class_of_ones_own_travels_as_source(client):
 def test_specs_hold_nothing_but_plain_data(client):
     spec = dry(client, trainer=BuiltinTrainer(TorchTuneConfig(dtype="bf16", peft_config=LoraConfig())))
     assert unpacked(packed(spec)) == spec
+    words = JobSpec("job", "torch-distributed", "torch", command=("a", "b"), args=("c",))
+    assert unpacked(packed(words)) == words
+
+
+def test_command_and_arguments_of_an_image():
+    """Arguments alone are those of the image's own entry point."""
+    container = CustomTrainerContainer("mine:1")
+    for options, command, args in (
+        ([TrainerArgs(["-x"])], None, ("-x",)),
+        ([TrainerCommand(["run", "it"])], ("run", "it"), ()),
+        ([TrainerCommand(["run"]), TrainerArgs(["-x"])], ("run",), ("-x",)),
+        ([], None, ()),
+    ):
+        spec = build(Asked("kubernetes", builtin(), "torch-distributed", None, container, options))
+        assert (spec.command, spec.args) == (command, args)
+
+
+def test_what_may_be_secret_is_not_shown(client):
+    trainer = CustomTrainer(seven, pip_index_urls=["https://me:hush@index"], env={"KEY": "hush"})
+    spec = client.train(trainer=trainer, dry_run=True)
+    assert (spec.env, spec.function.pip_index_urls) == ({"KEY": "hush"}, ("https://me:hush@index",))
+    assert "hush" not in repr(trainer) + repr(spec) + str(described(spec)) + repr(BuiltinTrainer(env={"KEY": "hush"}))
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -211,6 +241,21 @@ PATCH = RuntimePatch()
         ({"options": ["mine"]}, "options.0: str is not an option"),
         ({"options": [Labels({"a/b/c!": "x"})]}, 'options.0.labels: "a/b/c!" is not a key of a label'),
         ({"options": [Labels({"a": "x y"})]}, 'options.0.labels.a: "x y" is not a value of a label'),
+        ({"options": [Labels({"-a/b": "x"})]}, 'options.0.labels: "-a/b" is not a key of a label'),
+        (
+            {"options": [Annotations({"no key": "x y"})]},
+            'options.0.annotations: "no key" is not a key of an annotation',
+        ),
+        ({"options": [Name("a"), Labels({}), Name("b")]}, "options.2: Name has been given before; make them one"),
+        ({"trainer": BuiltinTrainer(env={"LUTHIER_JOB": "x"})}, "trainer.env.LUTHIER_JOB: is set by whoever starts"),
+        (
+            {"trainer": BuiltinTrainer(TorchTuneConfig(resources_per_node={"gpu": 1, "nvidia.com/gpu": 2}))},
+            "trainer.config.resources_per_node.nvidia.com/gpu: names GPUs a second time",
+        ),
+        (
+            {"trainer": BuiltinTrainer(TorchTuneConfig(resources_per_node={"memory": "64K"}))},
+            'trainer.config.resources_per_node.memory: "64K" is not a quantity',
+        ),
         ({"options": [ActiveDeadlineSeconds(0)]}, "options.0.seconds: must be at least 1, not 0"),
         ({"options": [PATCH]}, "options.0: this machine has no pods to patch"),
         ({"options": [TrainerCommand(["x"])]}, "options: TrainerCommand is for a CustomTrainerContainer"),
@@ -238,14 +283,19 @@ def test_refusals(client, asked, words):
 @pytest.mark.parametrize(
     ("uri", "words"),
     [
-        ("hf://a/b/../../c", "names no repository"),
+        ("hf://a/b/../../c", "would lead out of the directory"),
         ("hf://../..", "names no repository"),
-        ("hf://alpaca", '"hf://alpaca" names no repository'),
+        ("hf://alpaca", '"hf://alpaca" names no owner; write hf://owner/name'),
         ("s4://bucket/x", "s4:// is not hf://, s3://, gs://, https:// or file://"),
         ("cache://schema/table", "cache:// is not hf://"),
         ("s3:///x", "names no bucket"),
         ("https:///x", "names no host"),
-        ("file://rows", '"file://rows" is not absolute'),
+        ("file://rows", "'file://rows' has no absolute path"),
+        ("https://host", "https://host names no file"),
+        ("https://host/x#frag", "https://host/x has a fragment that says nothing"),
+        ("https://me:hush@host/x", "https://host/x came with credentials in it"),
+        ("s3://me:hush@bucket/x", "s3://bucket/x came with credentials in it"),
+        ("hf://a/b\x07/c", "has control characters in it"),
         ("file:///no/such/place", "there is no /no/such/place"),
         ("rows.jsonl", '"rows.jsonl" has no scheme'),
         ("", '"" has no scheme'),
@@ -257,6 +307,41 @@ def test_places_that_there_are_not(client, uri, words):
             dry(client, initializer=Initializer(**{name: kind(uri)}))
         assert str(caught.value).startswith(f"initializer.{name}.storage_uri: ")
         assert words in str(caught.value)
+        assert "hush" not in str(caught.value)
+
+
+def test_a_place_is_looked_at_as_the_step_reads_it(client, tmp_path):
+    place = tmp_path / "my rows"
+    place.mkdir()
+    (place / "rows.jsonl").write_text('{"body": "a"}\n')
+    for uri in (place.as_uri(), f"file://localhost{place}"):
+        with pytest.raises(ConfigError, match=r"the columns of the rows \(body\) fit no format"):
+            dry(client, initializer=Initializer(dataset=DatasetInitializer(uri)))
+
+
+@pytest.mark.parametrize("backend", ["local", "slurm", "kubernetes"])
+def test_the_query_of_an_address_is_a_secret(backend):
+    """It may be a signature; a TrainJob has no place where nobody else reads it."""
+    signed = Initializer(dataset=DatasetInitializer("https://host/rows.jsonl?signature=hush#sha256=" + 64 * "a"))
+    asked = Asked(backend, builtin("cpu", 1), RUNTIME, signed)
+    if backend == "kubernetes":
+        with pytest.raises(ConfigError, match=r"https://host/rows.jsonl came with a query, which whoever") as caught:
+            build(asked)
+        assert "hush" not in str(caught.value)
+        return
+    spec = build(asked)
+    assert "hush" not in repr(spec) + str(described(spec))
+    assert {**spec.dataset.env, **spec.dataset.secrets}["STORAGE_URI"] == signed.dataset.storage_uri
+    checked = Initializer(dataset=DatasetInitializer("https://host/rows.jsonl#sha256=" + 64 * "a"))
+    assert build(Asked(backend, builtin("cpu", 1), RUNTIME, checked)).dataset.env["STORAGE_URI"].endswith("a")
+
+
+def test_one_half_of_a_key_opens_nothing(client):
+    half = S3DatasetInitializer("s3://b/x", access_key_id="a", secret_access_key="")
+    with pytest.raises(ConfigError, match=r"^initializer.dataset.secret_access_key: is missing; it goes with access_k"):
+        dry(client, initializer=Initializer(dataset=half))
+    with pytest.raises(ConfigError, match=r"^exporter.access_key_id: is missing; it goes with secret_access_key"):
+        dry(client, exporter=ModelExporter("s3://b/x", secret_access_key="a"))
 
 
 def test_the_hubs_initializers_take_the_hub_alone(client):
@@ -290,7 +375,7 @@ def test_a_function_runs_and_is_waited_for(client):
     assert seen[-1] == job
     assert "7" in list(client.get_job_logs(name))
     assert [job.name for job in client.list_jobs("torch-distributed")] == ["seven"]
-    assert client.list_jobs(client.get_runtime(RUNTIME)) == []
+    assert client.list_jobs(client.get_runtime(RUNTIME)) == client.list_jobs("no-such-runtime") == []
     assert all(event.event_time <= datetime.now(UTC) for event in client.get_job_events(name))
     with pytest.raises(UserError, match=r"seven: has ended as Complete, and will not be Running"):
         client.wait_for_job_status(name, {"Running"})
@@ -305,6 +390,21 @@ def test_a_failure_is_raised_with_the_last_lines(client):
     assert isinstance(caught.value, RuntimeError)  # what Kubeflow's client raises
     assert client.wait_for_job_status(name, {"Complete", "Failed"}).status == "Failed"
     client.delete_job(name)
+
+
+def test_the_last_lines_are_those_of_the_node_that_failed_first(client, tmp_path):
+    """The other node is ended because of it, and has nothing to do with the reason."""
+    os.mkfifo(tmp_path / "gate")
+    script = f"test $PET_NODE_RANK = 1 && echo out of wood && read line < {tmp_path}/gate && exit 3; "
+    script += f"echo well; echo go > {tmp_path}/gate; while :; do sleep 0.1; done"
+    client.backend.submit(JobSpec("two", RUNTIME, "torch", 2, 1, command=("sh", "-c", script)))
+    with pytest.raises(JobFailedError) as caught:
+        client.wait_for_job_status("two", timeout=120, polling_interval=0.1)
+    assert str(caught.value).splitlines() == ["two: has failed: node-1 left with exit code 3:", "out of wood"]
+    assert [step.status for step in client.get_job("two").steps] == ["Failed", "Failed"]
+    keps = RUNTIME.replace("luthier", "torchtune")
+    assert [job.name for job in client.list_jobs(keps)] == ["two"]  # the KEP's name of the runtime means the same
+    client.delete_job("two")
 
 
 def test_waiting_ends(client, tmp_path):

@@ -184,9 +184,10 @@ def a_deleted_name_is_free_again(client: TrainerClient) -> list[str]:
     return seen
 
 
-@answers(4 * ["other: there is no job of this name; list_jobs() has the names of all"])
+@answers(6 * ["other: there is no job of this name; list_jobs() has the names of all"])
 def an_unknown_job_is_refused(client: TrainerClient) -> list[str]:
-    calls = client.get_job, client.get_job_logs, client.get_job_events, client.delete_job
+    calls = [client.get_job, client.get_job_logs, client.get_job_events]
+    calls += [client.suspend_job, client.resume_job, client.delete_job]
     return [refused(lambda call=call: call("other")) for call in calls]  # type: ignore[misc]
 
 

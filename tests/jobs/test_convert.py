@@ -302,8 +302,8 @@ PLACES: list[tuple[type, str, Any, str, Any]] = [
     (S3DatasetInitializer, "storage_uri", "s3://b/v1.0", "config.data.train.0.path", "dataset"),
     (S3DatasetInitializer, "ignore_patterns", ["x"], "dataset.env.IGNORE_PATTERNS", "x"),
     (S3DatasetInitializer, "endpoint", "http://127.0.0.1:9000", "dataset.env.ENDPOINT", "http://127.0.0.1:9000"),
-    (S3DatasetInitializer, "access_key_id", "hush", "dataset.secrets", {"ACCESS_KEY_ID": "hush"}),
-    (S3DatasetInitializer, "secret_access_key", "hush", "dataset.secrets", {"SECRET_ACCESS_KEY": "hush"}),
+    (S3DatasetInitializer, "access_key_id", "hush", "dataset.secrets.ACCESS_KEY_ID", "hush"),
+    (S3DatasetInitializer, "secret_access_key", "hush", "dataset.secrets.SECRET_ACCESS_KEY", "hush"),
     (S3DatasetInitializer, "region", "eu", "dataset.env.REGION", "eu"),
     (S3DatasetInitializer, "role_arn", "arn:x", "dataset.env.ROLE_ARN", "arn:x"),
     (ModelInitializer, "storage_uri", "gs://b/tiny.gguf", "config.model", "model/tiny.gguf"),
@@ -315,16 +315,16 @@ PLACES: list[tuple[type, str, Any, str, Any]] = [
     (S3ModelInitializer, "storage_uri", "s3://b/tiny", "config.model", "model"),
     (S3ModelInitializer, "ignore_patterns", [], "model.env.IGNORE_PATTERNS", ""),
     (S3ModelInitializer, "endpoint", "http://h", "model.env.ENDPOINT", "http://h"),
-    (S3ModelInitializer, "access_key_id", "hush", "model.secrets", {"ACCESS_KEY_ID": "hush"}),
-    (S3ModelInitializer, "secret_access_key", "hush", "model.secrets", {"SECRET_ACCESS_KEY": "hush"}),
+    (S3ModelInitializer, "access_key_id", "hush", "model.secrets.ACCESS_KEY_ID", "hush"),
+    (S3ModelInitializer, "secret_access_key", "hush", "model.secrets.SECRET_ACCESS_KEY", "hush"),
     (S3ModelInitializer, "region", "eu", "model.env.REGION", "eu"),
     (S3ModelInitializer, "role_arn", "arn:x", "model.env.ROLE_ARN", "arn:x"),
     (ModelExporter, "storage_uri", "hf://me/tuned", "exporter.env.STORAGE_URI", "hf://me/tuned"),
     (ModelExporter, "form", "merged", "exporter.env.EXPORT_FORM", "merged"),
     (ModelExporter, "access_token", "hush", "exporter.secrets", {"ACCESS_TOKEN": "hush"}),
     (ModelExporter, "endpoint", "http://h", "exporter.env.ENDPOINT", "http://h"),
-    (ModelExporter, "access_key_id", "hush", "exporter.secrets", {"ACCESS_KEY_ID": "hush"}),
-    (ModelExporter, "secret_access_key", "hush", "exporter.secrets", {"SECRET_ACCESS_KEY": "hush"}),
+    (ModelExporter, "access_key_id", "hush", "exporter.secrets.ACCESS_KEY_ID", "hush"),
+    (ModelExporter, "secret_access_key", "hush", "exporter.secrets.SECRET_ACCESS_KEY", "hush"),
     (ModelExporter, "region", "eu", "exporter.env.REGION", "eu"),
     (ModelExporter, "role_arn", "arn:x", "exporter.env.ROLE_ARN", "arn:x"),
 ]  # fmt: skip
@@ -334,7 +334,8 @@ PLACES: list[tuple[type, str, Any, str, Any]] = [
 def test_a_field_of_a_place(client, row):
     cls, field, value, path, expected = row
     usual = "a/b" if cls in (HuggingFaceDatasetInitializer, HuggingFaceModelInitializer) else "s3://b/p"
-    thing = cls(**{"storage_uri": usual, field: value})
+    half = {"access_key_id": "secret_access_key", "secret_access_key": "access_key_id"}.get(field)
+    thing = cls(**{"storage_uri": usual, field: value} | ({half: "hush"} if half is not None else {}))
     asked: dict[str, Any] = {"exporter": thing}
     if cls is not ModelExporter:
         asked = {"initializer": Initializer(**{"dataset" if "Dataset" in cls.__name__ else "model": thing})}

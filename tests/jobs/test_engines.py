@@ -28,10 +28,15 @@ def test_an_engine_of_ones_own_is_named_with_its_module() -> None:
     [
         ("lutier", 'engine: there is no engine "lutier"; use one of .*luthier.*, or name one as module:name'),
         ("tests.jobs.own_engine:ech", 'engine: there is no engine "tests.jobs.own_engine:ech"; use one of .*'),
+        (  # not ours of that name
+            "tests.jobs.own_engine:luthier",
+            'engine: there is no engine "tests.jobs.own_engine:luthier"; use one of .*',
+        ),
         ("no_such.module:x", "engine: there is no module no_such; check its name"),
     ],
 )
 def test_an_engine_that_is_not_there(name: str, message: str) -> None:
+    engine("luthier")
     with pytest.raises(ConfigError, match=f"^{message}$"):
         engine(name)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import socket
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,24 @@ def test_the_last_word_is_said(tmp_path: Path) -> None:
         rows(tmp_path, {"step": 2, "epoch": 1.0, "step_seconds": 1.0})
         poster.close()
     assert [body["trainerStatus"]["progressPercentage"] for _, body in said] == [100]
-    again = ProgressPoster(tmp_path, {"train": {"steps": 2}}, "http://127.0.0.1:9/nobody")
-    again.start()
-    again.close()  # a server that is not there costs nothing
+    for address in ("http://127.0.0.1:9/nobody", "no address"):
+        again = ProgressPoster(tmp_path, {"train": {"steps": 2}}, address)
+        again.start()
+        again.close()  # a server that is not there costs nothing
+
+
+def test_an_answer_that_is_none_costs_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"what?\r\n\r\n")
+
+        peer = threading.Thread(target=answer)
+        peer.start()
+        with pytest.raises(OSError, match="what"):
+            post(f"http://127.0.0.1:{port}/", TrainerStatus(45))
+        peer.join()

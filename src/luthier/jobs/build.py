@@ -7,7 +7,7 @@ import secrets
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from luthier.config.faults import raise_all
 from luthier.config.presets import Preset
@@ -30,11 +30,18 @@ from luthier.jobs.select import select
 from luthier.jobs.source import check_arguments, function_source
 from luthier.jobs.spec import DATASET, MODEL, Function, JobSpec
 from luthier.jobs.trainers import AnyTrainer, BuiltinTrainer, CustomTrainer, CustomTrainerContainer
-from luthier.jobs.transfers import dataset_transfer, export_transfer, model_transfer
+from luthier.jobs.transfers import BackendKind, dataset_transfer, export_transfer, model_transfer
 from luthier.jobs.types import Framework, Initializer, ModelExporter, Runtime, TrainerType
-from luthier.jobs.validate import Errors, check_environment, check_labels, check_name, check_types, gpus_of
+from luthier.jobs.validate import (
+    Errors,
+    check_annotations,
+    check_environment,
+    check_labels,
+    check_name,
+    check_resources,
+    check_types,
+)
 
-Backend = Literal["local", "slurm", "kubernetes"]
 _MOST = 100_000
 """Nodes, and processes of one: more are a slip of the pen."""
 _TITLES = {"local": "this machine", "slurm": "Slurm", "kubernetes": "Kubernetes"}
@@ -48,7 +55,7 @@ class Asked:
         runtimes: of the backend.
     """
 
-    backend: Backend
+    backend: BackendKind
     runtimes: Sequence[Runtime]
     runtime: str | Runtime | None = None
     initializer: Initializer | None = None
@@ -157,13 +164,13 @@ def _builtin(asked: Asked, runtime: Runtime, trainer: BuiltinTrainer) -> dict[st
     ranks = nodes * processes if processes != "auto" else None
     draft = drafted(trainer.config, preset, asked, ranks)
     asked.errors += draft.errors
-    adapter = draft.config.get("adapter")
+    adapts = draft.config.get("adapter") is not None  # one that says nothing is an adapter too
     if not asked.errors:
         _check_engine(asked, trainer, draft.config)
-    if asked.exporter is not None and asked.exporter.form == "adapter" and not adapter:
+    if asked.exporter is not None and asked.exporter.form == "adapter" and not adapts:
         asked.refuse("exporter.form", "there is no adapter", "train one with peft_config, or export merged")
     return size | {
-        "recipe": select("lora" if adapter else "full", nodes, None if processes == "auto" else processes).recipe,
+        "recipe": select("lora" if adapts else "full", nodes, None if processes == "auto" else processes).recipe,
         "engine": trainer.engine,
         "config": draft.config,
         "files": draft.files,
@@ -232,7 +239,7 @@ def _size(asked: Asked, runtime: Runtime, given: Any, at: str) -> dict[str, Any]
             limit = "at least 1" if value < 1 else f"at most {_MOST:,}"
             asked.refuse(f"{at}.{name}", f"must be {limit}, not {value}")
     nodes = given.num_nodes if given.num_nodes is not None else own.num_nodes if own is not None else 1
-    gpus = gpus_of(given.resources_per_node, f"{at}.resources_per_node", asked.errors)
+    gpus = check_resources(given.resources_per_node, f"{at}.resources_per_node", asked.errors)
     processes = getattr(given, "num_procs_per_node", None)
     if processes is None and gpus is not None:
         processes = max(1, gpus)
@@ -248,12 +255,11 @@ def _size(asked: Asked, runtime: Runtime, given: Any, at: str) -> dict[str, Any]
 def _fetched(asked: Asked, preset: Preset | None = None, config: dict[str, Any] | None = None) -> dict[str, Any]:
     """The steps before and after the nodes'."""
     initializer = asked.initializer or Initializer()
-    here = asked.backend == "local"
     # a run that names its own rows or model has nothing to fetch that nobody asked for
     own_rows = config is not None and not _below(config.get("data", {}).get("train"), DATASET)
     own_model = config is not None and str(config.get("model", "")).split("/")[0] != MODEL
-    dataset = dataset_transfer(initializer.dataset, None if own_rows else preset, asked.errors, here=here)
-    model = model_transfer(initializer.model, None if own_model else preset, asked.errors, here=here)
+    dataset = dataset_transfer(initializer.dataset, None if own_rows else preset, asked.errors, asked.backend)
+    model = model_transfer(initializer.model, None if own_model else preset, asked.errors, asked.backend)
     exporter = export_transfer(asked.exporter, asked.errors) if asked.exporter is not None else None
     return {"dataset": dataset, "model": model, "exporter": exporter}
 
@@ -270,8 +276,12 @@ def _environment(asked: Asked, env: Any) -> dict[str, str]:
 def _options(asked: Asked, trainer: AnyTrainer) -> dict[str, Any]:
     spec: dict[str, Any] = {"name": secrets.choice(string.ascii_lowercase) + secrets.token_hex(6)[:11]}
     words: dict[str, list[str]] = {}
+    seen: set[type] = set()
     for number, option in enumerate(asked.options):
         at = f"options.{number}"
+        if type(option) in seen and not isinstance(option, RuntimePatch):
+            asked.refuse(at, f"{type(option).__name__} has been given before", "make them one")
+        seen.add(type(option))
         match option:
             case Name():
                 check_name(option.name, f"{at}.name", asked.errors)
@@ -280,6 +290,7 @@ def _options(asked: Asked, trainer: AnyTrainer) -> dict[str, Any]:
                 check_labels(option.labels, f"{at}.labels", asked.errors)
                 spec["labels"] = dict(option.labels)
             case Annotations():
+                check_annotations(option.annotations, f"{at}.annotations", asked.errors)
                 spec["annotations"] = dict(option.annotations)
             case ActiveDeadlineSeconds():
                 if option.seconds < 1:
@@ -300,6 +311,5 @@ def _options(asked: Asked, trainer: AnyTrainer) -> dict[str, Any]:
     if words and not isinstance(trainer, CustomTrainerContainer):
         what = "is for a CustomTrainerContainer: other trainers have a command of their own"
         asked.refuse("options", f"Trainer{'Command' if 'command' in words else 'Args'} {what}", "leave it out")
-    elif words:
-        spec["command"] = (*words.get("command", ()), *words.get("args", ()))
+    spec |= {name: tuple(given) for name, given in words.items()}
     return spec

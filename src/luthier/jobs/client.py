@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Literal, overload
 
@@ -140,7 +143,7 @@ class TrainerClient:
             trainer: what the nodes do; the runtime's own fine-tune when left out.
             options: name, labels, deadline, ...
             exporter: where the result goes; it stays in the job's workspace when left out.
-            dry_run: check everything, start nothing, and return what would run.
+            dry_run: check all that does not depend on where it runs, start nothing, and return what would run.
 
         Returns:
             the job's name; of a dry run its spec.
@@ -168,8 +171,13 @@ class TrainerClient:
 
     def list_jobs(self, runtime: Runtime | str | None = None) -> list[TrainJob]:
         """All jobs, or those of one runtime, the oldest first."""
-        name = runtime.name if isinstance(runtime, Runtime) else runtime
-        return [job for job in self.backend.list_jobs() if name is None or job.runtime.name == name]
+        jobs = self.backend.list_jobs()
+        if runtime is None:
+            return jobs
+        names = {runtime.name if isinstance(runtime, Runtime) else runtime}
+        with contextlib.suppress(UserError):  # jobs outlive their runtime
+            names.add(self.get_runtime(*names).name)
+        return [job for job in jobs if job.runtime.name in names]
 
     def get_job(self, name: str) -> TrainJob:
         """One job as it is now.
@@ -269,10 +277,13 @@ class TrainerClient:
     def _failure(self, job: TrainJob) -> JobFailedError:
         first, *rest = job.message.splitlines() or [""]
         what = f"has failed: {first}" if first else "has failed"
-        step = next((step.name for step in job.steps if step.status == FAILED), None)
-        lines = list(self.get_job_logs(job.name, step))[-_LAST_LINES:] if step is not None else []
-        told = [what, *(lines or rest)]
-        return JobFailedError("\n".join(told), where=job.name)
+        failed = [step for step in job.steps if step.status == FAILED]
+        lines: deque[str] = deque(maxlen=_LAST_LINES)
+        if failed:  # the first of them: the others were ended because of it
+            culprit = min(failed, key=lambda step: step.ended or datetime.max.replace(tzinfo=UTC))
+            with contextlib.suppress(UserError):  # its log may be gone already
+                lines.extend(self.get_job_logs(job.name, culprit.name))
+        return JobFailedError("\n".join([what, *(lines or rest)]), where=job.name)
 
     @property
     def _kind(self) -> Any:

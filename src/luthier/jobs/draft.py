@@ -41,7 +41,7 @@ def drafted(config: TorchTuneConfig | LuthierConfig, preset: Preset | None, aske
         _settle(draft, draft.config, "tokenizer", f"{AT}.tokenizer", here=here)
     else:
         given = config.given()
-        method = "lora" if given.get("adapter") else "full"
+        method = "lora" if given.get("adapter") is not None else "full"
         draft = Draft(_base(preset, method, ranks, initializer))
         _settle_all(draft, given, initializer, here=here)
         _lay_over(draft, given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,13 +11,17 @@ from luthier.errors import UserError
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file for its owner alone: aside, and then put in place."""
-    aside = path.with_name(f".{path.name}.writing")
-    with open(os.open(aside, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    """Write a file for its owner alone: aside, and then put in place. Several processes may do so at once."""
+    descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        os.unlink(aside)
+        raise
 
 
 def lay(files: Mapping[str, str], workspace: Path) -> None:

@@ -96,7 +96,7 @@ class TrainerCommand:
 
 @dataclass
 class TrainerArgs:
-    """Arguments of that."""
+    """Arguments of that, or of the image's own entry point."""
 
     args: list[str]
 

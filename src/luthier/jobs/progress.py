@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from luthier.errors import first_line
 from luthier.jobs.types import TrainerStatus
 
 METRICS = "metrics.jsonl"
@@ -135,6 +136,7 @@ def post(url: str, status: TrainerStatus) -> None:
         OSError: it cannot be reached, or does not take it.
     """
     import urllib.request
+    from http.client import HTTPException
 
     said: dict[str, Any] = {"lastUpdatedTime": (status.last_updated_time or datetime.now(UTC)).isoformat()}
     if status.progress_percentage is not None:
@@ -147,11 +149,14 @@ def post(url: str, status: TrainerStatus) -> None:
     if token := os.environ.get(SERVER_TOKEN):
         headers["Authorization"] = f"Bearer {Path(token).read_text(encoding='utf-8').strip()}"
     body = json.dumps({"trainerStatus": said}).encode()
-    request = urllib.request.Request(url, data=body, headers=headers, method="POST")
     context = None
     if authority := os.environ.get(SERVER_CA_CERT):
         import ssl
 
         context = ssl.create_default_context(cafile=authority)
-    with urllib.request.urlopen(request, timeout=_EVERY_SECONDS, context=context):
-        pass
+    try:
+        request = urllib.request.Request(url, data=body, headers=headers, method="POST")
+        with urllib.request.urlopen(request, timeout=_EVERY_SECONDS, context=context):
+            pass
+    except (HTTPException, ValueError) as error:  # an answer, or an address, that is none
+        raise OSError(first_line(error)) from error

@@ -53,22 +53,22 @@ class CustomTrainer:
     func_args: dict[str, Any] | None = None
     image: str | None = None
     packages_to_install: list[str] | None = None
-    pip_index_urls: list[str] | None = None
+    pip_index_urls: list[str] | None = field(default=None, repr=False)
     num_nodes: int | None = None
     resources_per_node: dict[str, Any] | None = None
-    env: dict[str, str] | None = None
-    pip_index_url: str | None = None
+    env: dict[str, str] | None = field(default=None, repr=False)
+    pip_index_url: str | None = field(default=None, repr=False)
 
 
 @fields_named
 @dataclass
 class CustomTrainerContainer:
-    """A container image with its own entry point, or a program (option `TrainerCommand`) where no containers run."""
+    """A container image (Kubernetes only), with its own entry point or option `TrainerCommand`."""
 
     image: str
     num_nodes: int | None = None
     resources_per_node: dict[str, Any] | None = None
-    env: dict[str, str] | None = None
+    env: dict[str, str] | None = field(default=None, repr=False)
 
 
 @fields_named
@@ -238,7 +238,7 @@ class BuiltinTrainer:
 
     config: TorchTuneConfig | LuthierConfig = field(default_factory=TorchTuneConfig)
     engine: str = "luthier"
-    env: Mapping[str, str] | None = None
+    env: Mapping[str, str] | None = field(default=None, repr=False)
 
 
 AnyTrainer = BuiltinTrainer | CustomTrainer | CustomTrainerContainer

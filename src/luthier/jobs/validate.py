@@ -13,12 +13,17 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from luthier.config.faults import shown
 from luthier.errors import ConfigError
+from luthier.jobs.spec import gpus_of, is_gpu
+from luthier.jobs.storage import Place, StorageError, parse
 
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 LONGEST_NAME = 63
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
-_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kKMGTPE]i?)?")
+_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_LONGEST_PREFIX = 253
+_OWN_VARIABLE = re.compile(r"LUTHIER_(JOB|JOB_FILE|JOB_UID|WORKSPACE|STEPS)")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[MGTPE]|[KMGTPE]i)?")
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "None"}
 
 Errors = list[ConfigError]
@@ -139,8 +144,7 @@ def check_name(name: str, where: str, errors: Errors) -> None:
 def check_labels(labels: Mapping[str, str], where: str, errors: Errors) -> None:
     """Labels by Kubernetes' rules, so that a job means the same on every backend."""
     for key, value in labels.items():
-        prefix, _, name = key.rpartition("/")
-        if not name or len(name) > LONGEST_NAME or not _LABEL.fullmatch(name) or len(prefix) > 253:
+        if not _is_key(key):
             errors.append(ConfigError(f"{shown(key)} is not a key of a label", where=where))
         elif len(value) > LONGEST_NAME or not _LABEL.fullmatch(value):
             what = f"{shown(value)} is not a value of a label"
@@ -148,31 +152,47 @@ def check_labels(labels: Mapping[str, str], where: str, errors: Errors) -> None:
             errors.append(ConfigError(what, where=f"{where}.{key}", remedy=remedy))
 
 
+def check_annotations(annotations: Mapping[str, str], where: str, errors: Errors) -> None:
+    """Annotations by Kubernetes' rules: their keys are those of labels."""
+    for key in annotations:
+        if not _is_key(key):
+            errors.append(ConfigError(f"{shown(key)} is not a key of an annotation", where=where))
+
+
+def _is_key(key: str) -> bool:
+    prefix, slash, name = key.rpartition("/")
+    proper = not slash or (len(prefix) <= _LONGEST_PREFIX and _PREFIX.fullmatch(prefix))
+    return bool(proper and name and len(name) <= LONGEST_NAME and _LABEL.fullmatch(name))
+
+
 def check_environment(env: Mapping[str, str], where: str, errors: Errors) -> None:
-    """Names of variables, but not those by which nodes find each other."""
+    """Names of variables, but not those by which nodes find each other and their job."""
     for name in env:
         if not _VARIABLE.fullmatch(name):
             errors.append(ConfigError(f"{shown(name)} is not a name of a variable", where=where))
         elif name.startswith("PET_"):
             remedy = "leave it out, and say num_nodes and num_procs_per_node"
             errors.append(ConfigError("is set by whoever starts the nodes", where=f"{where}.{name}", remedy=remedy))
+        elif _OWN_VARIABLE.fullmatch(name):
+            remedy = "leave it out, or choose another name"
+            errors.append(ConfigError("is set by whoever starts the nodes", where=f"{where}.{name}", remedy=remedy))
 
 
-def gpus_of(resources: Mapping[str, Any] | None, where: str, errors: Errors) -> int | None:
-    """How many GPUs a node asks for; None where it does not say. Checks the other quantities too."""
-    gpus = None
+def check_resources(resources: Mapping[str, Any] | None, where: str, errors: Errors) -> int | None:
+    """Quantities by Kubernetes' rules. Returns how many GPUs a node asks for; None where it does not say."""
+    sound = True
     for name, value in (resources or {}).items():
-        at = f"{where}.{name}"
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            errors.append(ConfigError(f"{_summary(value)} is not a quantity", where=at, remedy='write 8 or "64Gi"'))
-        elif not _QUANTITY.fullmatch(str(value)):
-            errors.append(ConfigError(f"{shown(value)} is not a quantity", where=at, remedy='write 8 or "64Gi"'))
-        elif name.lower() == "gpu" or name.lower().endswith("/gpu"):
-            if not str(value).isdigit():
-                errors.append(ConfigError(f"{shown(value)} is not a whole number of GPUs", where=at))
-            else:
-                gpus = int(value)
-    return gpus
+        what = remedy = None
+        if isinstance(value, bool) or not isinstance(value, int | float | str) or not _QUANTITY.fullmatch(str(value)):
+            what, remedy = f"{_summary(value)} is not a quantity", 'write 8 or "64Gi"'
+        elif is_gpu(name) and not str(value).isdecimal():
+            what = f"{shown(value)} is not a whole number of GPUs"
+        if what is not None:
+            sound = False
+            errors.append(ConfigError(what, where=f"{where}.{name}", remedy=remedy))
+    if len(names := [name for name in resources or {} if is_gpu(name)]) > 1:
+        errors.append(ConfigError("names GPUs a second time", where=f"{where}.{names[1]}", remedy="leave it out"))
+    return gpus_of(resources) if sound else None
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
@@ -180,27 +200,10 @@ def gpus_of(resources: Mapping[str, Any] | None, where: str, errors: Errors) -> 
 _SCHEMES = ("hf", "s3", "gs", "https", "file")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """What a URI names.
-
-    Attributes:
-        uri: with its scheme.
-        scheme: one of hf, s3, gs, https, file.
-        repository: of hf: owner/name, without the revision; the bucket or host else; "" of file.
-        path: what is meant in it; "" for all.
-    """
-
-    uri: str
-    scheme: str
-    repository: str
-    path: str
-
-
 def place_of(
     uri: str, where: str, errors: Errors, schemes: Sequence[str] = _SCHEMES, *, default: str | None = None
 ) -> Place | None:
-    """Read a URI; None after an error.
+    """Read a URI as the step that gets it will; None after an error, which shows nothing of it that may be a secret.
 
     Args:
         uri: the URI.
@@ -209,39 +212,27 @@ def place_of(
         schemes: those that will do here.
         default: the scheme of a URI without one.
     """
-    scheme, separator, rest = uri.partition("://")
+    scheme, separator, _ = uri.partition("://")
     if not separator:
         if default is None or not uri:
             remedy = "write " + ", ".join(f"{known}://..." for known in schemes)
             errors.append(ConfigError(f"{shown(uri)} has no scheme", where=where, remedy=remedy))
             return None
-        scheme, rest, uri = default, uri, f"{default}://{uri}"
+        scheme, uri = default, f"{default}://{uri}"
     if scheme not in schemes:
         told = ", ".join(f"{known}://" for known in schemes)
         errors.append(ConfigError(f"{scheme}:// is not {' or '.join(told.rsplit(', ', 1))}", where=where))
         return None
-    return _placed(uri, scheme, rest, where, errors)
-
-
-def _placed(uri: str, scheme: str, rest: str, where: str, errors: Errors) -> Place | None:
-    if scheme == "file":
-        if not rest.startswith("/"):
-            errors.append(ConfigError(f"{shown(uri)} is not absolute", where=where, remedy="write file:///path"))
-            return None
-        return Place(uri, scheme, "", rest)
-    if scheme == "hf":
-        match = re.fullmatch(r"(?:datasets/)?(?P<repository>\w[\w.-]*/\w[\w.-]*)(?:@[^/]+)?(?:/(?P<path>.*))?", rest)
-        if match is None or ".." in rest.split("/"):
-            remedy = "write hf://owner/name, and a path behind it where only that is meant"
-            errors.append(ConfigError(f"{shown(uri)} names no repository", where=where, remedy=remedy))
-            return None
-        return Place(uri, scheme, match["repository"], (match["path"] or "").strip("/"))
-    head, _, path = rest.partition("/")
-    if not re.fullmatch(r"[\w.-]+(:\d+)?", head):
-        what = "no host" if scheme == "https" else "no bucket"
-        errors.append(ConfigError(f"{shown(uri)} names {what}", where=where))
+    try:
+        place = parse(uri, where=where)
+        if scheme == "hf" and "/" not in place.repo:
+            raise StorageError(f"{shown(uri)} names no owner", remedy="write hf://owner/name")
+        if scheme == "https" and not place.path.rpartition("/")[2]:
+            raise StorageError(f"{place.uri} names no file", remedy="end it with a file's name")
+    except StorageError as error:
+        errors.append(ConfigError(error.what, where=where, remedy=error.remedy))
         return None
-    return Place(uri, scheme, head, path.strip("/"))
+    return place
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------

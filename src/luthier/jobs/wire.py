@@ -36,5 +36,6 @@ def unpacked(text: str) -> JobSpec:
         lists = {name: tuple(plain["function"][name]) for name in ("packages", "pip_index_urls")}
         plain["function"] = Function(**plain["function"] | lists)
     plain["command"] = tuple(plain["command"]) if plain["command"] is not None else None
+    plain["args"] = tuple(plain["args"])
     plain["runtime_patches"] = tuple(plain["runtime_patches"])
     return JobSpec(**plain)

@@ -226,6 +226,8 @@ def test_a_container_keeps_its_own_entry_point() -> None:
 def test_a_command_is_taken_word_for_word() -> None:
     words = ("bash", "-c", "echo $$ $(date) $HOME")
     assert containers(JobSpec("job", "torch-distributed", "torch", command=words))["node"][0] == list(words)
+    asked = made(JobSpec("job", "torch-distributed", "torch", image="mine:1", args=("-x", "$$")))[0]["spec"]["trainer"]
+    assert (asked.get("command"), asked["args"]) == (None, ["-x", "$$$$"])
 
 
 def test_a_name_leaves_room_for_those_of_pods() -> None:

@@ -208,13 +208,14 @@ def test_what_one_machine_does_not_have_is_refused(local: LocalBackend, home: Pa
 def test_what_would_run_can_be_looked_at(local: LocalBackend) -> None:
     model = Transfer({"STORAGE_URI": "hf://a/b"}, {"ACCESS_TOKEN": SECRET})
     function = Function("def f(): pass", "f", {}, ("x",), (f"https://me:{SECRET}@index",))
-    spec = JobSpec("one", "test", "torch", 2, 3, function=function, model=model, env={"A": "b"})
+    spec = JobSpec("one", "test", "torch", 2, 3, function=function, model=model, env={"A": SECRET})
     steps = local.as_object(spec)
     assert [step["step"] for step in steps] == ["model-initializer", "node-0", "node-1"]
     assert [step["command"][1:] for step in steps] == [
         ["-m", "luthier.jobs.initializers", "model"], ["-m", "luthier.jobs.node"], ["-m", "luthier.jobs.node"],
     ]  # fmt: skip
     assert steps[0]["environment"]["ACCESS_TOKEN"] == "(secret)"
-    assert steps[2]["environment"].items() >= {"A": "b", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "3"}.items()
+    assert steps[0]["environment"]["STORAGE_URI"] == "hf://a/b"
+    assert steps[2]["environment"].items() >= {"A": "(secret)", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "3"}.items()
     assert SECRET not in json.dumps(steps)
     assert local.list_jobs() == []

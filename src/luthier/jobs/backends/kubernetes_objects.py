@@ -28,7 +28,7 @@ from luthier.jobs.backends.kubernetes_names import (
     replicated_jobs,
 )
 from luthier.jobs.backends.kubernetes_runtimes import policy_of, trainer_container
-from luthier.jobs.node import JOB
+from luthier.jobs.node import JOB, pip_variables
 from luthier.jobs.spec import DATASET_STEP, MODEL_STEP, JobSpec, Transfer
 
 STORAGE_URI = "STORAGE_URI"
@@ -153,9 +153,7 @@ def _trainer(spec: JobSpec, runtime: Object, secrets: _Secrets) -> Object:
         command = _NODE_COMMAND
     elif spec.function is not None:
         command = _function_command(spec, runtime)
-        if spec.function.pip_index_urls:
-            first, *more = spec.function.pip_index_urls
-            hidden |= {"PIP_INDEX_URL": first, **({"PIP_EXTRA_INDEX_URL": " ".join(more)} if more else {})}
+        hidden |= pip_variables(spec.function.pip_index_urls)
     elif spec.files:
         command = _bare(*command)
     if spec.config is not None or spec.function is not None or spec.files:
@@ -163,7 +161,8 @@ def _trainer(spec: JobSpec, runtime: Object, secrets: _Secrets) -> Object:
     return _without_nothing(
         {
             "image": spec.image,
-            "command": [literal(word) for word in command] if command else None,
+            "command": [literal(word) for word in command] or None,
+            "args": [literal(word) for word in spec.args] or None,
             "env": [*env, *secrets.references(NODE, hidden)] or None,
             "numNodes": spec.num_nodes,
             "numProcPerNode": spec.nproc_per_node if spec.nproc_per_node != "auto" else None,

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from copy import deepcopy
 from datetime import UTC, datetime
 from functools import cached_property
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from luthier.jobs.locks import take
 from luthier.jobs.logs import last_lines, tail
 from luthier.jobs.messages import has_ended, unknown_job, unknown_step
 from luthier.jobs.options import LocalBackendConfig
+from luthier.jobs.packages import installed
 from luthier.jobs.progress import read_progress
-from luthier.jobs.spec import OUTPUT, JobSpec
+from luthier.jobs.spec import DATASET_STEP, EXPORT_STEP, MODEL_STEP, OUTPUT, JobSpec
 from luthier.jobs.store import FINAL, RUN, SUSPEND, JobRecord, JobStore, StepRecord, home_directory
 from luthier.jobs.types import CREATED, SUSPENDED, UNKNOWN, Event, Runtime, Step, TrainJob
 from luthier.jobs.wire import packed
@@ -57,8 +57,7 @@ class LocalBackend:
 
     def get_runtime_packages(self, runtime: Runtime) -> dict[str, str]:
         """Installed Python packages -> their versions: on this machine those of this very environment."""
-        found = {package.metadata["Name"]: package.version for package in distributions()}
-        return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+        return installed()
 
     def submit(self, spec: JobSpec) -> None:
         """Take a job. It is durable when this returns.
@@ -156,17 +155,14 @@ class LocalBackend:
         visible = self._checked(spec)
         directory = self._store.home / "jobs" / f"{spec.name}-UID"
         plans = phases(spec, "UID", directory, {}, devices_of(spec, visible), 0)
-        transfers = [what for what in (spec.dataset, spec.model, spec.exporter) if what is not None]
-        hidden = {name for what in transfers for name in what.secrets} | {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"}
-        return [
-            {
-                "step": plan.name,
-                "command": list(plan.command),
-                "environment": {name: _SECRET if name in hidden else value for name, value in plan.environment.items()},
-            }
-            for phase in plans
-            for plan in phase
-        ]
+        transfers = {DATASET_STEP: spec.dataset, MODEL_STEP: spec.model, EXPORT_STEP: spec.exporter}
+        shown = []
+        for plan in (plan for phase in plans for plan in phase):
+            transfer = transfers.get(plan.name)
+            hidden = transfer.secrets if transfer is not None else {*spec.env, "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"}
+            environment = {name: _SECRET if name in hidden else value for name, value in plan.environment.items()}
+            shown.append({"step": plan.name, "command": list(plan.command), "environment": environment})
+        return shown
 
     @cached_property
     def _runtimes(self) -> list[Runtime]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from luthier.errors import UserError
 from luthier.jobs.node import JOB_FILE, pip_variables
 from luthier.jobs.processes import MARK
-from luthier.jobs.spec import DATASET_STEP, EXPORT_STEP, MODEL_STEP, JobSpec, Transfer, node_step
+from luthier.jobs.spec import DATASET_STEP, EXPORT_STEP, MODEL_STEP, JobSpec, Transfer, gpus_of, node_step
 
 LOOPBACK = "127.0.0.1"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -59,7 +59,7 @@ def devices_of(spec: JobSpec, visible: Sequence[str]) -> list[list[str]]:
     Raises:
         UserError: there are fewer than asked for.
     """
-    asked = gpus_asked(spec)
+    asked = gpus_of(spec.resources_per_node)
     if asked is not None:
         count = asked
     elif not visible:
@@ -76,13 +76,6 @@ def devices_of(spec: JobSpec, visible: Sequence[str]) -> list[list[str]]:
             remedy='ask for fewer; resources_per_node={"gpu": 0} trains on the CPU',
         )
     return [list(visible[node * count : (node + 1) * count]) for node in range(spec.num_nodes)]
-
-
-def gpus_asked(spec: JobSpec) -> int | None:
-    """GPUs that each node asks for; None where it does not say."""
-    resources = spec.resources_per_node or {}
-    named = [int(value) for name, value in resources.items() if name.lower() == "gpu" or name.lower().endswith("/gpu")]
-    return sum(named) if named else None
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[str]:
@@ -140,7 +133,7 @@ def phases(
             "PET_MASTER_ADDR": LOOPBACK,
             "PET_MASTER_PORT": str(port),
         }
-        if own or gpus_asked(spec) is not None:
+        if own or gpus_of(spec.resources_per_node) is not None:
             variables[_DEVICES] = ",".join(own)
         if spec.function is not None:
             variables |= pip_variables(spec.function.pip_index_urls)

@@ -65,19 +65,22 @@ def engine(name: str) -> Engine:
     """
     module, _, short = name.rpartition(":")
     module = module or _BUILT_IN.get(short, "")
-    if short not in _ENGINES and module:
+    if module and (":" in name or short not in _ENGINES):
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
             raise ConfigError(f"there is no module {error.name}", where="engine", remedy="check its name") from None
-    if short not in _ENGINES:
+    kind = _ENGINES.get(short)
+    if kind is not None and ":" in name and kind.__module__ == _BUILT_IN.get(short) != module:
+        kind = None  # one of ours, and not the other module's that is meant
+    if kind is None:
         known = ", ".join(engines())
         raise ConfigError(
             f'there is no engine "{name}"', where="engine", remedy=f"use one of {known}, or name one as module:name"
         )
-    return _ENGINES[short]()
+    return kind()
 
 
 def engines() -> list[str]:
