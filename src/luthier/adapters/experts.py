@@ -90,11 +90,11 @@ class LoraExperts(nn.Module):
         base = cast(Any, self)
         tokens, chosen = top_k_index.shape
         # Pairs of a token and an expert in the order in which the base's own code takes them, so that an adapter that
-        # is still zero leaves every bit as it was.
+        # is still zero leaves every bit as it was; that code sorts without care for the order of equals.
         eager = base.config._experts_implementation == "eager"
         index = top_k_index.t().reshape(-1) if eager else top_k_index.reshape(-1)
         weights = top_k_weights.t().reshape(-1) if eager else top_k_weights.reshape(-1)
-        index, order = index.sort(stable=True)
+        index, order = index.sort(stable=eager)
         token = order % tokens if eager else order // chosen
         up = "gate_up_proj" if base.has_gate else "up_proj"
         sizes = torch.bincount(index, minlength=getattr(base, up).shape[0])
