@@ -146,6 +146,13 @@ def a_job_that_fails_says_why(client: TrainerClient) -> Any:
     return job.status, [(step.name, step.status, step.exit_code) for step in job.steps], job.message.splitlines()[-1]
 
 
+@answers(("Failed", "node-0 left with exit code 137", [("node-0", "Failed", 137)]))
+def a_job_that_is_killed_says_by_what(client: TrainerClient) -> Any:
+    submit(client, "kill -KILL $$")
+    job = wait(client)
+    return job.status, job.message, [(step.name, step.status, step.exit_code) for step in job.steps]
+
+
 @answers(True)
 def waiting_for_it_raises_with_its_last_lines(client: TrainerClient) -> bool:
     submit(client, "echo no such thing; exit 3")

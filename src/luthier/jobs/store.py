@@ -92,7 +92,7 @@ class StepRecord:
         status: as a job's.
         devices: GPUs that its processes see.
         started, ended: seconds since 1970.
-        exit_code: negative for the number of the signal that ended it.
+        exit_code: 128 and the signal's number where one ended it.
         pid: of its first process, which is also its session.
     """
 

@@ -166,7 +166,7 @@ class Step:
         status: one of `STATUSES`.
         pod_name: what runs it: a pod, a Slurm step, or job and step on this machine.
         started, ended: None where that has not come yet.
-        exit_code: of its process; negative for the number of the signal that ended it.
+        exit_code: of its process; 128 and the signal's number where one ended it.
     """
 
     name: str

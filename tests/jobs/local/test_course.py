@@ -80,7 +80,7 @@ def test_a_failure_says_why_and_ends_the_other_nodes(local: LocalBackend) -> Non
     assert first == "node-1 left with exit code 7:"
     assert lines[-2:] == ["30", "boom: no rows"]
     assert len(lines) < 30
-    assert [(step.status, step.exit_code) for step in job.steps] == [(FAILED, -15), (FAILED, 7)]
+    assert [(step.status, step.exit_code) for step in job.steps] == [(FAILED, 143), (FAILED, 7)]
 
 
 def test_a_program_that_is_not_there_is_a_failure(local: LocalBackend) -> None:

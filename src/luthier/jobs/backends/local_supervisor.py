@@ -242,7 +242,8 @@ class Supervisor:
             if pid == 0:
                 return
             if pid in self._running:
-                self._codes[self._running[pid]] = self._popen[pid].returncode = os.waitstatus_to_exitcode(status)
+                code = self._popen[pid].returncode = os.waitstatus_to_exitcode(status)
+                self._codes[self._running[pid]] = code if code >= 0 else 128 - code
 
     def _note_ended(self, *, suspended: bool = False) -> None:
         """Write down which steps have ended, and how."""
@@ -255,9 +256,8 @@ class Supervisor:
 
     def _why(self, step: str, code: int) -> str:
         """Why a step's failure is the job's."""
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
         end_of_log = last_lines(self._directory / "logs" / f"{step}.txt")
-        return f"{step} {how}:\n{end_of_log}" if end_of_log else f"{step} {how}"
+        return f"{step} left with exit code {code}" + (f":\n{end_of_log}" if end_of_log else "")
 
     # --- what comes from outside --------------------------------------------------------------------------------------
 
