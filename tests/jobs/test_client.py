@@ -265,6 +265,17 @@ PATCH = RuntimePatch()
             "exporter.storage_uri: https:// is not hf://, s3://, gs:// or file://",
         ),
         ({"exporter": ModelExporter("hf://a/b/c")}, "exporter.storage_uri: names a path in a repository"),
+        (
+            {"exporter": ModelExporter("hf://datasets/a/b")},
+            "exporter.storage_uri: names a data set of the Hub",
+        ),
+        *(
+            (
+                {"runtime": "torch-distributed", "trainer": CustomTrainer(seven, packages_to_install=["six", package])},
+                f"trainer.packages_to_install.1: {package!r} is no requirement; write one each",
+            )
+            for package in ("--index-url=x", "-r file", "six\n-r file")
+        ),
         ({"exporter": ModelExporter("/tmp/out")}, 'exporter.storage_uri: "/tmp/out" has no scheme; write hf://'),
         ({"exporter": ModelExporter("hf://a/b", form="adapter")}, "exporter.form: there is no adapter"),
         (

@@ -38,6 +38,7 @@ from luthier.jobs.validate import (
     check_environment,
     check_labels,
     check_name,
+    check_packages,
     check_resources,
     check_types,
 )
@@ -200,6 +201,7 @@ def _custom(asked: Asked, runtime: Runtime, trainer: CustomTrainer) -> dict[str,
     except ConfigError as error:
         asked.errors.append(error)
         source = ""
+    check_packages(trainer.packages_to_install or (), "trainer.packages_to_install", asked.errors)
     arguments = trainer.func_args or {}
     for name, value in arguments.items():
         try:

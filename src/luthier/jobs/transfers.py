@@ -50,6 +50,9 @@ def export_transfer(given: ModelExporter, errors: Errors) -> Transfer | None:
     if place is not None and place.scheme == "hf" and place.path:
         remedy = "leave the path out: a model has a repository of its own"
         errors.append(ConfigError("names a path in a repository", where="exporter.storage_uri", remedy=remedy))
+    if place is not None and place.repo_type == "dataset":
+        remedy = "write hf://owner/name"
+        errors.append(ConfigError("names a data set of the Hub", where="exporter.storage_uri", remedy=remedy))
     if place is None:
         return None
     env = {_URI: place.uri, "EXPORT_FORM": given.form}

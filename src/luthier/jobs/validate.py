@@ -23,6 +23,7 @@ _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
 _PREFIX = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _LONGEST_PREFIX = 253
 _OWN_VARIABLE = re.compile(r"LUTHIER_(JOB|JOB_FILE|JOB_UID|WORKSPACE|STEPS)")
+_REQUIREMENT = re.compile(r"[A-Za-z0-9/.][^\n\r]*")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[MGTPE]|[KMGTPE]i)?")
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "None"}
 
@@ -176,6 +177,14 @@ def check_environment(env: Mapping[str, str], where: str, errors: Errors) -> Non
         elif _OWN_VARIABLE.fullmatch(name):
             remedy = "leave it out, or choose another name"
             errors.append(ConfigError("is set by whoever starts the nodes", where=f"{where}.{name}", remedy=remedy))
+
+
+def check_packages(packages: Sequence[str], where: str, errors: Errors) -> None:
+    """Requirements, one each: pip would read anything else as options."""
+    for number, package in enumerate(packages):
+        if package.strip() and not _REQUIREMENT.fullmatch(package):
+            remedy = 'write one each, as "peft==0.18.0"; pip_index_urls says where they are'
+            errors.append(ConfigError(f"{package!r} is no requirement", where=f"{where}.{number}", remedy=remedy))
 
 
 def check_resources(resources: Mapping[str, Any] | None, where: str, errors: Errors) -> int | None:
