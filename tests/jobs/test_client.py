@@ -437,6 +437,9 @@ def test_waiting_ends(client, tmp_path):
         ({"status": {"Done"}}, "status: Done is not a status"),
         ({"status": set()}, "status: nothing is not a status"),
         ({"polling_interval": 0}, "polling_interval: must be more than 0"),
+        ({"timeout": 0}, "timeout: must be more than 0, not 0"),
+        ({"timeout": float("nan")}, "timeout: must be more than 0, not nan"),
+        ({"timeout": "1"}, "timeout: must be more than 0, not '1'"),
         ({"timeout": 1, "polling_interval": 2}, "polling_interval: must be more than 0, and no more than timeout"),
     ],
 )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,12 +69,39 @@ def refusal(cls: type, field: str, value: Any, words: str, **beside: Any) -> Row
     return Row(cls, field, value, None, words, tuple(beside.items()))
 
 
+ROWS_READ = 3
+
+
 def double(row: Any) -> Any:
     return row
 
 
 def alone() -> None:
     pass
+
+
+def yields() -> Any:
+    yield 1
+
+
+def reaches_out(row: Any = ROWS_READ) -> Any:
+    def inside() -> Any:
+        return json.dumps(double(row))
+
+    return inside()
+
+
+@contextmanager
+def wrapped() -> Any:
+    yield 1
+
+
+def stands_alone(rows: Path | None = None) -> Any:
+    import json
+
+    global kept
+    kept = [json.dumps(str(row)) for row in range(3)]
+    return stands_alone if rows else kept
 
 
 T, L, INSTRUCT, CHAT = TorchTuneConfig, LoraConfig, TorchTuneInstructDataset, TorchTuneChatDataset
@@ -214,6 +245,10 @@ ROWS = [
     # functions and containers
     effect(FUNCTION, "func", double, "function.name", "double", func_args={"row": 1}),
     refusal(FUNCTION, "func", lambda: None, "trainer.func: is no function with a name of its own"),
+    refusal(FUNCTION, "func", yields, "trainer.func: yields yields, and does nothing when it is called"),
+    refusal(FUNCTION, "func", wrapped, "trainer.func: wrapped is wrapped by a decorator"),
+    refusal(FUNCTION, "func", reaches_out, "trainer.func: uses ROWS_READ, double, json of the module around it"),
+    effect(FUNCTION, "func", stands_alone, "function.name", "stands_alone"),
     refusal(FUNCTION, "func", "double", 'trainer.func: "double" is not a '),
     refusal(FUNCTION, "func", print, "trainer.func: is no function with a name of its own"),
     refusal(FUNCTION, "func", DataFormat.JSON.startswith, "trainer.func: is no function"),
@@ -223,6 +258,8 @@ ROWS = [
     effect(FUNCTION, "func_args", {"row": [0, None, "x"]}, "function.args", {"row": [0, None, "x"]}, func=double),
     refusal(FUNCTION, "func_args", {"row": {1, 2}}, "func_args.row: set cannot travel as JSON", func=double),
     refusal(FUNCTION, "func_args", {"row": (1,)}, "trainer.func_args.row: tuple cannot travel", func=double),
+    refusal(FUNCTION, "func_args", {"row": math.nan}, "trainer.func_args.row: nan cannot travel", func=double),
+    refusal(FUNCTION, "packages_to_install", ["einops", " "], "packages_to_install.1: is empty", func=alone),
     refusal(FUNCTION, "image", "mine:1", "trainer.image: jobs of this machine run in no container", func=alone),
     effect(FUNCTION, "packages_to_install", ["einops"], "function.packages", ("einops",), func=alone),
     effect(FUNCTION, "pip_index_urls", ["http://a", "b"], "function.pip_index_urls", ("http://a", "b"), func=alone),
@@ -356,6 +393,21 @@ def test_a_chat_template_travels_along(client, tmp_path):
         spec = client.train(RUNTIME, trainer=BuiltinTrainer(given), dry_run=True)
         assert spec.files == {"chat_template.jinja": "{{ messages }}"}
         assert spec.config["data"]["chat_template"] == "chat_template.jinja"
+
+
+@pytest.mark.parametrize("path", ["rows.jsonl", "dataset/rows.jsonl", "*.jsonl"])
+def test_rows_that_are_not_there(client, path):
+    with pytest.raises(ConfigError) as caught:
+        client.train(RUNTIME, trainer=BuiltinTrainer(LuthierConfig(data=path)), dry_run=True)
+    assert f'trainer.config.data.train.0.path: there is no "{path}" here' in str(caught.value)
+
+
+def test_arguments_within_one_another(client):
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    with pytest.raises(ConfigError, match=r"trainer.func_args.row: list cannot travel as JSON"):
+        client.train(trainer=CustomTrainer(func=double, func_args={"row": nested}), dry_run=True)
 
 
 def test_all_that_is_wrong_is_said_at_once(client):

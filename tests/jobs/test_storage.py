@@ -45,6 +45,8 @@ def test_uris(text: str, facts: dict[str, object]) -> None:
         ("file://other/x", "has no absolute path"),
         ("https://me:word@host/x", "https://host/x came with credentials in it"),
         ("s3://key:word@bucket/x", "s3://bucket/x came with credentials in it"),
+        ("hf://me:word@owner/name", "hf://owner/name came with credentials in it"),
+        ("hf://hf_swordfishword@owner/name", "hf://owner/name came with credentials in it"),
         ("https://host/a#frag", "has a fragment that says nothing"),
         ("https://host/a\x1b[2J", "control characters"),
     ],

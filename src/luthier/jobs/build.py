@@ -207,9 +207,13 @@ def _custom(asked: Asked, runtime: Runtime, trainer: CustomTrainer) -> dict[str,
         try:
             if json.loads(json.dumps(value, allow_nan=False)) != value:
                 raise ValueError
-        except (TypeError, ValueError):
-            what = f"{type(value).__name__} cannot travel as JSON and come back the same"
+        except (TypeError, ValueError, RecursionError):
+            kind = value if isinstance(value, float) else type(value).__name__
+            what = f"{kind} cannot travel as JSON and come back the same"
             asked.refuse(f"trainer.func_args.{name}", what, "use text, numbers, true, false, lists and mappings")
+    for number, package in enumerate(trainer.packages_to_install or ()):
+        if isinstance(package, str) and not package.strip():
+            asked.refuse(f"trainer.packages_to_install.{number}", "is empty", "name a package")
     single = (trainer.pip_index_url,) if trainer.pip_index_url is not None else ()
     function = Function(
         source=source,

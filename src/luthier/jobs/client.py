@@ -230,9 +230,11 @@ class TrainerClient:
         if not wanted or not wanted <= set(STATUSES):
             told = ", ".join(sorted(wanted - set(STATUSES))) or "nothing"
             raise ConfigError(f"{told} is not a status", where="status", remedy=f"there are {', '.join(STATUSES)}")
-        if polling_interval <= 0 or timeout <= 0 or polling_interval > timeout:
-            what = "must be more than 0, and no more than timeout"
-            raise ConfigError(what, where="polling_interval")
+        for where, seconds in (("timeout", timeout), ("polling_interval", polling_interval)):
+            if not isinstance(seconds, int | float) or not seconds > 0:
+                raise ConfigError(f"must be more than 0, not {seconds!r}", where=where, remedy="give seconds")
+        if polling_interval > timeout:
+            raise ConfigError("must be more than 0, and no more than timeout", where="polling_interval")
         end = time.monotonic() + timeout
         while True:
             job = self.get_job(name)

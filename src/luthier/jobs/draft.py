@@ -153,7 +153,12 @@ def _settle(draft: Draft, section: dict[str, Any], key: str, where: str, *, here
         here: whether the nodes see the files of this machine.
     """
     path = section.get(key)
-    if not isinstance(path, str) or "://" in path or not _is_there(path):
+    if not isinstance(path, str) or "://" in path:
+        return
+    if not _is_there(path):
+        # data that nodes, which start in the workspace, cannot find either; a model may be a name on the Hub
+        if here and key == "path" and not os.path.isabs(path):
+            draft.refuse(where, f'there is no "{path}" here', "check the spelling, or write hf://owner/name")
         return
     if here:
         section[key] = os.path.abspath(path)

@@ -49,6 +49,8 @@ def find(name: str, known: Sequence[Runtime]) -> Runtime:
     Raises:
         ConfigError: there is none.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"{type(name).__name__} is not a name", where="runtime", remedy="give text")
     by_name = {runtime.name: runtime for runtime in known}
     lower = name.lower()
     for candidate in (name, lower, PREFIX + lower.removeprefix(KEP_PREFIX), PREFIX + lower):

@@ -18,6 +18,7 @@ from luthier.errors import UserError, first_line
 
 SCHEMES = ("hf", "s3", "gs", "file", "https", "http")
 _FORMS = "give hf://owner/name, s3://bucket/path, gs://bucket/path, file:///path or https://host/file"
+_HUB_CREDENTIALS = re.compile(r"[^@]*:[^@]*@|hf_\w{8,}@")  # what else stands before the @ of hf:// is a name
 SECRETS = ("ACCESS_TOKEN", "SECRET_ACCESS_KEY", "ACCESS_KEY_ID")
 """Variables that only the process of the transfer may see."""
 
@@ -142,7 +143,7 @@ def parse(text: str, *, where: str = "STORAGE_URI") -> Place:
     shown = without_credentials(text)
     if parts.scheme not in SCHEMES:
         raise StorageError(f"{shown!r} has no scheme that is known", where=where, remedy=_FORMS)
-    if "@" in parts.netloc and parts.scheme != "hf":
+    if "@" in parts.netloc and (parts.scheme != "hf" or _HUB_CREDENTIALS.match(parts.netloc)):
         raise StorageError(
             f"{shown} came with credentials in it, where everyone reads them",
             where=where,
@@ -198,8 +199,8 @@ def without_credentials(uri: str) -> str:
     scheme, mark, rest = uri.partition("://")
     if not mark:
         return uri
-    if scheme != "hf":
-        host, slash, path = rest.partition("/")
+    host, slash, path = rest.partition("/")
+    if scheme != "hf" or _HUB_CREDENTIALS.match(host):
         rest = host.rpartition("@")[2] + slash + path
     if scheme not in ("s3", "gs", "file"):
         rest = re.split(r"[?#]", rest, maxsplit=1)[0]
