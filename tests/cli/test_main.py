@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from luthier import __version__
+from luthier.cli.border import Border
 from luthier.cli.main import VERBS, main
 
 HEAVY = ("torch", "transformers", "datasets", "numpy", "pydantic", "rich")
@@ -213,3 +214,8 @@ def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert main(["train", "run.yaml", "--json"]) == 2
     answer = capsys.readouterr()
     assert answer.err == "error: the disk: No space left on device; free some space\n"
+
+
+def test_an_error_of_a_log_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    Border(as_json=False).fail("j: has failed:\nerror: rows.jsonl:3: is not JSON", {}, "JobFailedError", 2, sys.stdout)
+    assert capsys.readouterr().err == "error: j: has failed:\nerror: rows.jsonl:3: is not JSON\n"

@@ -72,6 +72,7 @@ class Border:
         tell_failure(launch.Failure(kind, message, code, details))
         if not self.launched or self.rank:
             for line in message.splitlines() or [kind]:
+                line = line.removeprefix("error: ")  # that of a job's log, which is told along
                 print(f"error: {line}" if code == EXIT_USER_ERROR else line, file=sys.stderr)
         self._error_object(message, details, kind, out)
         return code
