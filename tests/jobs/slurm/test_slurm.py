@@ -84,6 +84,16 @@ def test_the_step_that_failed_is_told_with_its_last_lines(backend: SlurmBackend)
     assert job.steps[0].exit_code == 3
 
 
+def test_of_several_nodes_the_one_that_failed_is_told(backend: SlurmBackend) -> None:
+    text = "if test $PET_NODE_RANK = 1; then echo broken; exit 3; fi; while :; do sleep 0.1; done"
+    backend.submit(shell(text, num_nodes=2))
+    ended(backend)
+    job = backend.get_job("job")
+    assert (job.status, job.message) == ("Failed", "node-1 left with exit code 3:\nbroken")
+    assert [step.status for step in job.steps] == ["Failed", "Failed"]
+    assert job.steps[1].exit_code == 3
+
+
 @pytest.mark.parametrize(
     ("state", "why"),
     [

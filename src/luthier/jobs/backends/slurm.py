@@ -6,7 +6,9 @@ HOME/slurm/NAME/
     batch.sh       the script
     workspace/     working directory of every step: dataset/, model/, output/
     logs/STEP.txt  what a step wrote
+    number.txt     its number in Slurm, in the script's words
     steps.txt      when each step started and ended, in the script's words
+    nodes/NODE     how each node ended, in its own
     final.json     how it ended; Slurm forgets
 """
 
@@ -27,7 +29,7 @@ from luthier.jobs.backends.local_steps import clean_environment, job_file
 from luthier.jobs.backends.slurm_commands import SlurmState
 from luthier.jobs.backends.slurm_script import BATCH_LOG, NUMBER, SCRIPT_STEP, batch_script
 from luthier.jobs.backends.slurm_step import NODE, VARIABLE
-from luthier.jobs.backends.slurm_words import read_words, step_names, steps_of, when
+from luthier.jobs.backends.slurm_words import first_failure, read_node_words, read_words, step_names, steps_of, when
 from luthier.jobs.files import lay, write
 from luthier.jobs.logs import last_lines, tail
 from luthier.jobs.messages import duplicate, has_ended, unknown_job, unknown_step
@@ -43,6 +45,8 @@ from luthier.jobs.wire import described
 JOB, NODE_JOB, SCRIPT, FINAL_WORD = "job.json", "node.json", "batch.sh", "final.json"
 
 _PAUSE = 0.2
+_PATIENCE = 600.0
+"""Seconds for a cancelled job to leave."""
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 _STOPPED = {"SUSPENDED", "STOPPED"}
 _HELD = {"JobHeldUser", "JobHeldAdmin"}
@@ -179,7 +183,11 @@ class SlurmBackend:
         record = self._record(name)
         if self._final(name) is None and (number := record.get("slurm")):
             slurm.cancel(number)
+            until = time.monotonic() + _PATIENCE
             while (state := slurm.queued([number]).get(number)) and state.state in _WORKING | _WAITING | _STOPPED:
+                if time.monotonic() > until:
+                    what = f"is still {state.state} as job {number} of Slurm, {_PATIENCE:g} seconds after scancel"
+                    raise UserError(what, where=name, remedy="delete it again later; its nodes may be lost")
                 time.sleep(_PAUSE)
         gone = self._home / f".{name}.{time.time_ns()}"
         (self._home / name).rename(gone)
@@ -309,7 +317,7 @@ class SlurmBackend:
             return FAILED, "Slurm knows it no more, and its script left no word: it was cancelled, or its node was lost"
         if (state.state == "COMPLETED") if state is not None else last == 0:
             return COMPLETE, ""
-        failed = next((word for word in reversed(words) if word.code and word.step != SCRIPT_STEP), None)
+        failed = first_failure(words, read_node_words(directory))
         if state is not None and state.state == "TIMEOUT" and (limit := spec["active_deadline_seconds"]) is not None:
             return FAILED, f"ran longer than its active_deadline_seconds of {limit}"
         if state is not None and state.state in _WHY:
@@ -332,7 +340,7 @@ class SlurmBackend:
         return TrainJob(
             name=name,
             runtime=self._runtimes.get(spec["runtime"]) or Runtime(spec["runtime"]),
-            steps=steps_of(name, spec, read_words(directory), status),
+            steps=steps_of(name, spec, read_words(directory), read_node_words(directory), status),
             num_nodes=spec["num_nodes"],
             creation_timestamp=when(record["created"]),
             status=status,

@@ -11,14 +11,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Mapping
+from pathlib import Path
 
+from luthier.jobs.node import Children
+from luthier.jobs.spec import node_step
 from luthier.launch.place import first_node
 
 VARIABLE = "LUTHIER_STEPS"
 """JSON: step -> variables; all nodes are "node"."""
-NODE = "node"
+NODE, NODES = "node", "nodes"
+"""All nodes as a step; a directory beside the workspace where each says how it ended."""
 
 _FIRST_PORT, _PORTS = 10_000, 20_000
 _OF_RANKS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS")
@@ -48,7 +54,24 @@ def environment_of(step: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 def main() -> None:
     step, *command = sys.argv[1:]
-    os.execvpe(command[0], command, environment_of(step, os.environ))
+    environment = environment_of(step, os.environ)
+    if step != NODE:
+        os.execvpe(command[0], command, environment)
+    children = Children()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, children.pass_on)
+    code = children.run(command, environment)
+    note(environment, code)
+    sys.exit(code)
+
+
+def note(environment: Mapping[str, str], code: int) -> None:
+    """Say how a node ended, as the script does of steps; srun gives one exit code for all nodes."""
+    name = node_step(int(environment["PET_NODE_RANK"]))
+    place = Path(environment["LUTHIER_WORKSPACE"]).parent / NODES
+    place.mkdir(exist_ok=True)
+    with open(place / name, "a", encoding="utf-8") as file:
+        file.write(f"{time.time()} {environment.get('SLURM_RESTART_COUNT', '0')} {name} {code}\n")
 
 
 if __name__ == "__main__":

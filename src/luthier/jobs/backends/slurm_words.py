@@ -6,14 +6,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from luthier.jobs.backends.slurm_script import STEPS
-from luthier.jobs.backends.slurm_step import NODE
+from luthier.jobs.backends.slurm_script import SCRIPT_STEP, STEPS
+from luthier.jobs.backends.slurm_step import NODE, NODES
 from luthier.jobs.spec import DATASET_STEP, EXPORT_STEP, MODEL_STEP, gpus_of
 from luthier.jobs.types import COMPLETE, CREATED, FAILED, RUNNING, SUSPENDED, UNKNOWN, Step
 
 
 class Word:
-    """A line of `STEPS`: a step has started, or has ended with a code."""
+    """A line of `STEPS`, or of what a node itself noted: a step has started, or has ended with a code."""
 
     def __init__(self, line: str) -> None:
         time_, attempt, self.step, what = line.split()
@@ -22,8 +22,28 @@ class Word:
 
 
 def read_words(directory: Path) -> list[Word]:
+    """What the script said of its steps, in order."""
+    return _words(directory / STEPS)
+
+
+def read_node_words(directory: Path) -> list[Word]:
+    """What nodes said of themselves when they ended, the earliest first."""
+    nodes = directory / NODES
+    files = sorted(nodes.iterdir()) if nodes.is_dir() else []
+    return sorted((word for file in files for word in _words(file)), key=lambda word: word.time)
+
+
+def first_failure(words: list[Word], nodes: list[Word]) -> Word | None:
+    """The step that failed first at the last attempt; of nodes the one that says so of itself, where one does."""
+    failed = next((word for word in reversed(words) if word.code and word.step != SCRIPT_STEP), None)
+    if failed is None or failed.step != NODE:
+        return failed
+    return next((word for word in nodes if word.code and word.attempt == failed.attempt), failed)
+
+
+def _words(path: Path) -> list[Word]:
     try:
-        text = (directory / STEPS).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
     *whole, _ = text.split("\n")  # the last line is not written to its end yet
@@ -40,8 +60,8 @@ def step_names(spec: dict[str, Any]) -> list[str]:
     ]
 
 
-def steps_of(name: str, spec: dict[str, Any], words: list[Word], job: str) -> list[Step]:
-    """The steps as the script noted them last; srun tells of all nodes at once."""
+def steps_of(name: str, spec: dict[str, Any], words: list[Word], nodes: list[Word], job: str) -> list[Step]:
+    """The steps as they were noted last; of a node that could not say how it ended, srun's word for all of them."""
     gpus = gpus_of(spec["resources_per_node"]) or 0
     processes = spec["nproc_per_node"] if spec["nproc_per_node"] != "auto" else max(1, gpus)
     found = []
@@ -50,6 +70,9 @@ def steps_of(name: str, spec: dict[str, Any], words: list[Word], job: str) -> li
         own = [word for word in words if word.step == (NODE if is_node else step)]
         started = next((word for word in reversed(own) if word.code is None), None)
         ended = own[-1] if own and own[-1].code is not None else None
+        if own and is_node:
+            itself = [word for word in nodes if word.step == step and word.attempt == own[-1].attempt]
+            ended = itself[-1] if itself else ended
         status = CREATED
         if ended is not None:
             status = COMPLETE if ended.code == 0 else FAILED
