@@ -276,6 +276,13 @@ PATCH = RuntimePatch()
             )
             for package in ("--index-url=x", "-r file", "six\n-r file")
         ),
+        (
+            {
+                "runtime": "torch-distributed",
+                "trainer": CustomTrainer(seven, packages_to_install=["git+https://me:hidden@host/repo"]),
+            },
+            "trainer.packages_to_install.0: has credentials in its address; let pip find it by an index",
+        ),
         ({"exporter": ModelExporter("/tmp/out")}, 'exporter.storage_uri: "/tmp/out" has no scheme; write hf://'),
         ({"exporter": ModelExporter("hf://a/b", form="adapter")}, "exporter.form: there is no adapter"),
         (

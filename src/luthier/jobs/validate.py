@@ -182,7 +182,10 @@ def check_environment(env: Mapping[str, str], where: str, errors: Errors) -> Non
 def check_packages(packages: Sequence[str], where: str, errors: Errors) -> None:
     """Requirements, one each: pip would read anything else as options."""
     for number, package in enumerate(packages):
-        if package.strip() and not _REQUIREMENT.fullmatch(package):
+        if re.search(r"://[^/]*@", package):
+            remedy = "let pip find it by an index of pip_index_urls, which are kept as secrets"
+            errors.append(ConfigError("has credentials in its address", where=f"{where}.{number}", remedy=remedy))
+        elif package.strip() and not _REQUIREMENT.fullmatch(package):
             remedy = 'write one each, as "peft==0.18.0"; pip_index_urls says where they are'
             errors.append(ConfigError(f"{package!r} is no requirement", where=f"{where}.{number}", remedy=remedy))
 

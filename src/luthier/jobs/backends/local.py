@@ -17,7 +17,7 @@ from typing import Any
 
 from luthier.errors import UserError
 from luthier.jobs.backends.local_steps import clean_environment, devices_of, phases, visible_devices
-from luthier.jobs.backends.local_upkeep import LOCK, remove, settle
+from luthier.jobs.backends.local_upkeep import LOCK, SUPERVISOR_LOG, remove, settle
 from luthier.jobs.locks import take
 from luthier.jobs.logs import last_lines, tail
 from luthier.jobs.messages import has_ended, unknown_job, unknown_step
@@ -77,7 +77,7 @@ class LocalBackend:
             devices = devices_of(spec, visible)
             self._store.add(uid, spec, len(devices[0]))
             if not self._start(spec, uid, directory, visible, lock):
-                said = last_lines(directory / "supervisor.txt", 1)
+                said = last_lines(directory / SUPERVISOR_LOG, 1)
                 self._store.remove(uid)
                 raise UserError(f"its supervisor could not be started: {said}", where=spec.name)
         except BaseException:
@@ -193,7 +193,7 @@ class LocalBackend:
         environment = dict(os.environ) if spec.inherit_environment else clean_environment(os.environ)
         given = {"spec": packed(spec), "environment": environment, "devices": visible}
         words = [str(self._store.home), uid, str(lock), str(self._limit)]
-        with (directory / "supervisor.txt").open("ab") as out:
+        with (directory / SUPERVISOR_LOG).open("ab") as out:
             starter = subprocess.Popen(
                 [sys.executable, "-m", "luthier.jobs.backends.local_supervisor", *words],
                 env={name: os.environ[name] for name in _OF_SUPERVISOR if name in os.environ},

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from luthier.errors import UserError
 from luthier.jobs.backends.local_steps import StepPlan, devices_of, free_port, job_file, phases
 from luthier.jobs.backends.local_upkeep import GRACE, settle
 from luthier.jobs.files import lay, write
@@ -163,7 +164,10 @@ class Supervisor:
             raise _Deleted
         running, waiting = self._store.ahead(job)
         for other in waiting[-1:] or running:
-            settle(self._store, other)
+            try:
+                settle(self._store, other)
+            except (UserError, OSError) as error:  # another's trouble is not this job's
+                print(f"{other.name}: {error}", file=sys.stderr)
 
     def _phase(self, plans: Sequence[StepPlan]) -> bool:
         """Run steps that begin together; False when they were suspended before all were done."""

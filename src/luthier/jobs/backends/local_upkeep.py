@@ -16,11 +16,12 @@ import psutil
 
 from luthier.errors import UserError
 from luthier.jobs.locks import take
+from luthier.jobs.logs import last_lines
 from luthier.jobs.processes import end, of_job
 from luthier.jobs.store import DELETE, FINAL, JobRecord, JobStore
 from luthier.jobs.types import FAILED
 
-LOCK = "supervisor.lock"
+LOCK, SUPERVISOR_LOG = "supervisor.lock", "supervisor.txt"
 GRACE = 5.0
 """Seconds from SIGTERM to SIGKILL for the processes of a job that has failed or is to be deleted."""
 
@@ -48,6 +49,8 @@ def settle(store: JobStore, job: JobRecord) -> JobRecord | None:
         what = "its supervisor is gone: it was killed, or the machine was started anew"
         if now.supervisor is None:
             what = "whoever submitted it ended before it had a supervisor"
+        elif said := last_lines(directory / SUPERVISOR_LOG, 1):
+            what += f"; its last words: {said}"
         store.set_status(job.uid, FAILED, what if directory.is_dir() else f"its directory {directory} is gone")
         return store.get(job.uid)
     finally:
