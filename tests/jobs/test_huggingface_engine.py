@@ -98,8 +98,15 @@ def test_what_it_cannot_do_is_refused_by_name(more: dict[str, Any], message: str
 
 def test_all_is_refused_at_once_and_before_anything_starts(tmp_path: Path) -> None:
     client = TrainerClient(LocalBackendConfig(home=tmp_path / "home"))
-    config = LuthierConfig(**BASE, parallel={"tp": 2, "dp_shard": 1}, train={"tokens_per_step": 64})
-    config.num_procs_per_node = 2
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "x"}\n')
+    config = LuthierConfig(
+        model="a/b",
+        data={"train": {"path": str(rows)}},
+        parallel={"tp": 2, "dp_shard": 1},
+        train={"tokens_per_step": 64},
+        num_procs_per_node=2,
+    )
     with pytest.raises(ConfigError) as error:
         client.train(trainer=BuiltinTrainer(config, engine="huggingface"))
     told = str(error.value)
