@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,9 @@ class Row:
     beside: Any = ()
 
     def __str__(self) -> str:
-        return f"{self.cls.__name__}.{self.field}={self.value!r}"
+        # without an address, by which processes of pytest-xdist would know it under different names
+        told = re.sub(r" at 0x[0-9a-f]+", "", repr(self.value))
+        return f"{self.cls.__name__}.{self.field}={told}"
 
 
 def effect(cls: type, field: str, value: Any, at: str, expected: Any, **beside: Any) -> Row:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from tests.jobs.slurm.played_cluster import played_slurm
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The stand-ins' directory; they are first on PATH."""
-    return played_slurm(tmp_path, monkeypatch)
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The stand-ins' directory; they are first on PATH. No job outlives the test."""
+    cluster = played_slurm(tmp_path, monkeypatch)
+    yield cluster
+    for job in (cluster / "jobs").glob("*.json"):
+        (cluster / f"{job.stem}.befall").write_text("CANCELLED")
 
 
 @pytest.fixture
