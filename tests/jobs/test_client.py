@@ -39,7 +39,8 @@ from luthier.jobs import (
     TrainerCommand,
     register_dataset,
 )
-from luthier.jobs.build import Asked, build
+from luthier.jobs.asked import Asked
+from luthier.jobs.build import build
 from luthier.jobs.runtimes import builtin
 from luthier.jobs.spec import JobSpec
 from luthier.jobs.wire import described, packed, unpacked

@@ -24,7 +24,8 @@ from luthier.jobs import (
     TorchTuneInstructDataset,
     columns,
 )
-from luthier.jobs.build import Asked, build
+from luthier.jobs.asked import Asked
+from luthier.jobs.build import build
 from luthier.jobs.runtimes import builtin
 from luthier.jobs.validate import check_layout
 from luthier.parallel.layout import Layout

@@ -202,6 +202,13 @@ def entries(result: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             yield f"{indent}{key!s:<{width}}  {_short(value)}"
 
 
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Aligned columns."""
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    for row in [head, *rows]:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
 def _short(value: Any) -> str:
     value = plain(value)
     if isinstance(value, list):

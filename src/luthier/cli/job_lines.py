@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from luthier.cli.frame import table
+
 if TYPE_CHECKING:
     from luthier.jobs.types import Event, TrainJob
 
@@ -28,8 +30,6 @@ def plain(job: TrainJob) -> dict[str, Any]:
 
 def jobs_table(jobs: Sequence[TrainJob]) -> Iterator[str]:
     """A row for each."""
-    from luthier.cli.runtimes import table
-
     head = ("Job", "Runtime", "Status", "Progress", "Created")
     rows = [
         [job.name, job.runtime.name, job.status, _progress(job) or "-", _time(job.creation_timestamp)] for job in jobs

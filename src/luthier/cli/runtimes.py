@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-from luthier.cli.frame import Answer, JsonOption, verb
+from luthier.cli.frame import Answer, JsonOption, table, verb
 from luthier.cli.jobs import BackendOption, BackendSettings, client_of
 from luthier.jobs.types import Runtime
 
@@ -34,10 +32,3 @@ def _row(runtime: Runtime) -> list[str]:
         own.device,
         str(own.device_count),
     ]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Aligned columns."""
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    for row in [head, *rows]:
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

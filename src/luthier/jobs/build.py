@@ -6,12 +6,12 @@ import json
 import secrets
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from luthier.config.faults import raise_all
 from luthier.config.presets import Preset
 from luthier.errors import ConfigError
+from luthier.jobs.asked import Asked
 from luthier.jobs.draft import drafted
 from luthier.jobs.options import (
     ActiveDeadlineSeconds,
@@ -30,10 +30,9 @@ from luthier.jobs.select import select
 from luthier.jobs.source import check_arguments, function_source
 from luthier.jobs.spec import DATASET, MODEL, Function, JobSpec
 from luthier.jobs.trainers import AnyTrainer, BuiltinTrainer, CustomTrainer, CustomTrainerContainer
-from luthier.jobs.transfers import BackendKind, dataset_transfer, export_transfer, model_transfer
+from luthier.jobs.transfers import dataset_transfer, export_transfer, model_transfer
 from luthier.jobs.types import Framework, Initializer, ModelExporter, Runtime, TrainerType
 from luthier.jobs.validate import (
-    Errors,
     check_annotations,
     check_environment,
     check_labels,
@@ -46,27 +45,6 @@ from luthier.jobs.validate import (
 _MOST = 100_000
 """Nodes, and processes of one: more are a slip of the pen."""
 _TITLES = {"local": "this machine", "slurm": "Slurm", "kubernetes": "Kubernetes"}
-
-
-@dataclass
-class Asked:
-    """What `train` was asked for, with the backend and what it has.
-
-    Attributes:
-        runtimes: of the backend.
-    """
-
-    backend: BackendKind
-    runtimes: Sequence[Runtime]
-    runtime: str | Runtime | None = None
-    initializer: Initializer | None = None
-    trainer: AnyTrainer | None = None
-    options: Sequence[Option] = ()
-    exporter: ModelExporter | None = None
-    errors: Errors = field(default_factory=list)
-
-    def refuse(self, where: str, what: str, remedy: str | None = None) -> None:
-        self.errors.append(ConfigError(what, where=where, remedy=remedy))
 
 
 def build(asked: Asked) -> JobSpec:

@@ -151,7 +151,8 @@ class TrainerClient:
         Raises:
             UserError: all that is wrong, a sentence for each.
         """
-        from luthier.jobs.build import Asked, build
+        from luthier.jobs.asked import Asked
+        from luthier.jobs.build import build
 
         spec = build(
             Asked(

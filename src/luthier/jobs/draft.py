@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from luthier.config.presets import Method, Preset
 from luthier.config.split import parse_split
 from luthier.errors import ConfigError
+from luthier.jobs.asked import Asked
 from luthier.jobs.columns import check_columns, check_template
 from luthier.jobs.convert import AT, Draft, carry_template, convert
 from luthier.jobs.spec import DATASET, MODEL, OUTPUT
@@ -19,7 +20,6 @@ from luthier.jobs.types import Initializer
 from luthier.jobs.validate import check_layout
 
 if TYPE_CHECKING:
-    from luthier.jobs.build import Asked
     from luthier.jobs.config import LuthierConfig
 
 _EITHER_OR: dict[tuple[str, ...], str] = {("train", "epochs"): "steps", ("train", "steps"): "epochs"}

@@ -17,6 +17,7 @@ import yaml
 
 from luthier import __version__
 from luthier.config.presets import Preset
+from luthier.jobs.asked import Asked
 from luthier.jobs.backends.kubernetes_names import (
     ANCESTOR,
     API_VERSION,
@@ -32,7 +33,7 @@ from luthier.jobs.backends.kubernetes_names import (
     Object,
 )
 from luthier.jobs.backends.kubernetes_objects import objects, shown
-from luthier.jobs.build import Asked, build
+from luthier.jobs.build import build
 from luthier.jobs.node import JOB
 from luthier.jobs.runtimes import ANY_FUNCTION, IMAGE, KEP_PREFIX, PREFIX, builtin, find, preset_of
 from luthier.jobs.spec import DATASET_STEP, MODEL_STEP, JobSpec

@@ -21,7 +21,8 @@ from luthier.config.presets import presets
 from luthier.config.suggest import nearest
 from luthier.errors import EXIT_USER_ERROR, ConfigError, UserError
 from luthier.jobs import node
-from luthier.jobs.build import Asked, build
+from luthier.jobs.asked import Asked
+from luthier.jobs.build import build
 from luthier.jobs.runtimes import PREFIX, builtin, find
 from luthier.jobs.spec import JobSpec
 from luthier.jobs.trainers import BuiltinTrainer, LoraConfig, TorchTuneConfig, TorchTuneInstructDataset

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from luthier.parallel.stages import Roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +27,6 @@ class Part:
     @property
     def is_last(self) -> bool:
         return self.index == self.stages - 1
-
-    def owned(self, roles: Roles) -> tuple[str, ...]:
-        """Names of the modules whose weights this stage has."""
-        before = roles.before if self.is_first else ()
-        after = roles.after if self.is_last else ()
-        return (*before, *roles.layers[self.start : self.stop], *after)
 
 
 def balance(layers: Sequence[float], after: float, stages: int) -> tuple[Part, ...]:

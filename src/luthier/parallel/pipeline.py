@@ -168,7 +168,7 @@ def cut(
     stages = []
     for part in mine:
         beside = {name.rpartition(".")[0] for name in spare} if part.is_last else set()
-        names = [name for name in stand_ins if name in part.owned(roles) or name in beside]
+        names = [name for name in stand_ins if name in roles.of(part) or name in beside]
         stages.append(Stage(model, roles, part, stand_ins, names, work))
     layers = tuple(name for part in mine for name in roles.layers[part.start : part.stop])
     return Cut(program, parts, ranks, tuple(stages), layers, spare, roles, tied, work)

@@ -50,6 +50,12 @@ class Roles:
         """Shape of hidden states of so many positions."""
         return tuple({TOKENS: tokens, WIDTH: width}.get(size, size) for size in self.shape)
 
+    def of(self, part: Part) -> tuple[str, ...]:
+        """Names of the modules whose weights a stage has."""
+        before = self.before if part.is_first else ()
+        after = self.after if part.is_last else ()
+        return (*before, *self.layers[part.start : part.stop], *after)
+
 
 class PassThrough(nn.Module):
     """Returns the hidden states it is given, as the layer in whose place it stands would return its own.
@@ -152,7 +158,7 @@ def remove_others(model: nn.Module, roles: Roles, parts: Iterable[Part]) -> dict
     Returns:
         a stand-in for every module with weights, which `run` needs.
     """
-    owned = {name for part in parts for name in part.owned(roles)}
+    owned = {name for part in parts for name in roles.of(part)}
     names = (*roles.before, *roles.layers, *roles.after)
     stand_ins = {name: stand_in(name, model.get_submodule(name), roles) for name in names}
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
@@ -175,7 +181,7 @@ def copies(model: nn.Module, roles: Roles, parts: Iterable[Part]) -> frozenset[s
         roles: of the whole model.
         parts: the stages that this process runs.
     """
-    owned = {name for part in parts for name in part.owned(roles)}
+    owned = {name for part in parts for name in roles.of(part)}
     spare = [name for name in (*roles.before, *roles.layers, *roles.after) if name not in owned]
     found = set()
     for name in spare:
@@ -204,7 +210,7 @@ def run(
     Returns:
         what the next stage receives, or the backbone's hidden states [T, hidden] on the last.
     """
-    owned = set(part.owned(roles))
+    owned = set(roles.of(part))
     replaced = {name: module for name, module in stand_ins.items() if name not in owned}
     if not part.is_first:
         assert received is not None

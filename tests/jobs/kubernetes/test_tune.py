@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from luthier.errors import ConfigError
-from luthier.jobs.build import Asked, build
+from luthier.jobs.asked import Asked
+from luthier.jobs.build import build
 from luthier.jobs.pod import overridden
 from luthier.jobs.runtimes import builtin
 from luthier.jobs.trainers import BuiltinTrainer, LoraConfig, TorchTuneConfig, TorchTuneInstructDataset
