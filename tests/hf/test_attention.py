@@ -80,9 +80,11 @@ def run(
 def worst(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
     """Largest difference over largest entry of each tensor; absolute, on the scale of all, where that is about zero."""
     assert got.keys() == want.keys()
-    largest = max(reference.abs().max().item() for reference in want.values())
+    sizes = {name: reference.abs().max().item() for name, reference in want.items()}
+    largest = max(sizes.values())
     return max(
-        (got[name].double() - reference).abs().max().item() / max(reference.abs().max().item(), 1e-6 * largest)
+        (got[name].double() - reference).abs().max().item()
+        / (sizes[name] if sizes[name] > 1e-12 * largest else largest)
         for name, reference in want.items()
     )
 

@@ -168,12 +168,12 @@ def test_a_function_that_needs_its_surroundings_is_refused(client):
 
 
 def test_a_class_of_ones_own_travels_as_source(client):
-    @register_dataset("riddles")
+    @register_dataset("verses")
     class Riddles:
         def __init__(self, tokenizer, source):
             self.options = source.options
 
-    config = TorchTuneConfig(dataset_preprocess_config=CustomDataset("riddles", options={"n": 1}))
+    config = TorchTuneConfig(dataset_preprocess_config=CustomDataset("verses", options={"n": 1}))
     spec = dry(client, trainer=BuiltinTrainer(config))
     assert spec.config["data"]["train"][0]["format"] == "own_dataset:Riddles"
     scope: dict[str, object] = {}
