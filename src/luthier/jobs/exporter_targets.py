@@ -72,7 +72,7 @@ class HubTarget:
 
     def prepare(self) -> None:
         def make() -> None:
-            with told(self._place, self._hub.explain):
+            with self._hub.told():
                 self._hub.api.create_repo(self._place.repo, private=True, exist_ok=True)
                 if self._place.revision is not None:
                     self._hub.api.create_branch(self._place.repo, branch=self._place.revision, exist_ok=True)
@@ -86,7 +86,7 @@ class HubTarget:
 
         def commit() -> None:
             progress = Progress("exporter", _size(directory, names))
-            with told(self._place, self._hub.explain):
+            with self._hub.told():
                 api, repo, revision = self._hub.api, self._place.repo, self._place.revision
                 there = [name for name in api.list_repo_files(repo, revision=revision) if name.startswith(below)]
                 stale = chosen((name.removeprefix(below) for name in there), (), REPLACED)
@@ -139,14 +139,14 @@ class BucketTarget:
 
     def _there(self) -> list[str]:
         """Names below the path."""
-        with told(self._place, self._bucket.explain):
+        with self._bucket.told():
             self._bucket.files.ls(self._place.bucket)  # a bucket that is not there has no files either
             found = self._bucket.files.find(f"{self._root}/")
         return [str(key).removeprefix(f"{self._root}/") for key in found if not str(key).endswith("/")]
 
     def _remove(self, names: list[str]) -> None:
         def remove() -> None:
-            with told(self._place, self._bucket.explain):
+            with self._bucket.told():
                 self._bucket.files.rm([f"{self._root}/{name}" for name in names])
 
         if names:
@@ -164,7 +164,7 @@ class BucketTarget:
                 progress.add(inc)
 
         def upload() -> None:
-            with told(self._place, self._bucket.explain):
+            with self._bucket.told():
                 self._bucket.files.put_file(str(file), key, callback=Parts())
                 arrived = self._bucket.files.info(key)["size"]
             if arrived != size:
@@ -181,7 +181,7 @@ class DirectoryTarget:
         self._place, self._path = place, Path(place.path)
 
     def prepare(self) -> None:
-        with told(self._place, lambda error: None):
+        with told(self._place):
             if self._path.is_dir():
                 if any(self._path.iterdir()) and not (self._path / MARK).is_file():
                     remedy = "name a directory that is empty, or an earlier export"
@@ -194,7 +194,7 @@ class DirectoryTarget:
 
     def put(self, directory: Path, names: list[str]) -> None:
         aside = self._path.parent / f".{self._path.name}.partial"
-        with told(self._place, lambda error: None):
+        with told(self._place):
             shutil.rmtree(aside, ignore_errors=True)
             progress = Progress("exporter", _size(directory, names))
             for name in names:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from luthier.errors import UserError
@@ -13,15 +14,14 @@ from luthier.errors import UserError
 def write(path: Path, text: str) -> None:
     """Write a file for its owner alone: aside, and then put in place. Several processes may do so at once."""
     descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
+    with ExitStack() as unless_written:
+        unless_written.callback(os.unlink, aside)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except BaseException:
-        os.unlink(aside)
-        raise
+        unless_written.pop_all()
 
 
 def lay(files: Mapping[str, str], workspace: Path) -> None:

@@ -256,18 +256,20 @@ class Hider:
 
 
 @contextmanager
-def told(place: Place, explain: Callable[[Exception], Exception | None]) -> Iterator[None]:
-    """Turn what a library raises into `StorageError` (final) or `BrokenError` (may be tried again).
+def told(
+    place: Place, *raised: type[Exception], explain: Callable[[Exception], Exception | None] = lambda error: None
+) -> Iterator[None]:
+    """Turn what the system or a library raises into `StorageError` (final) or `BrokenError` (may be tried again).
 
     Args:
         place: for the sentence.
-        explain: what the library's error means; None where it does not know.
+        raised: the library's errors, besides those that are `OSError`s.
+        explain: what an error means; None where it does not know.
     """
+    known: tuple[type[Exception], ...] = (OSError, *raised)
     try:
         yield
-    except (UserError, BrokenError):
-        raise
-    except Exception as error:
+    except known as error:
         explained = explain(error)
         if explained is None and isinstance(error, (ConnectionError, TimeoutError)):
             explained = BrokenError(first_line(error))

@@ -19,7 +19,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -366,11 +366,10 @@ class JobStore:
     def _changing(self) -> Iterator[sqlite3.Connection]:
         with self._connected() as connection:
             connection.execute("BEGIN IMMEDIATE")
-            try:
+            with ExitStack() as unless_done:
+                unless_done.callback(connection.execute, "ROLLBACK")
                 yield connection
-            except BaseException:
-                connection.execute("ROLLBACK")
-                raise
+                unless_done.pop_all()
             connection.execute("COMMIT")
 
 

@@ -8,7 +8,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -103,16 +103,9 @@ class KubernetesBackend:
             self._cluster.train_job(spec.name)
             raise messages.duplicate(spec.name)
         try:
-            for secret in hidden:
-                self._cluster.create_secret(secret)
-            made = self._cluster.create_train_job(train_job)
-            for secret in hidden:
-                self._cluster.own_secret(secret["metadata"]["name"], made)
-        except BaseException as error:
-            self._take_back(train_job)
-            if isinstance(error, Taken):
-                raise messages.duplicate(spec.name) from None
-            raise
+            self._make(hidden, train_job)
+        except Taken:
+            raise messages.duplicate(spec.name) from None
 
     def list_jobs(self) -> list[TrainJob]:
         """All jobs, the oldest first."""
@@ -245,6 +238,17 @@ class KubernetesBackend:
             return self._cluster.train_job(name)
         except Missing:
             raise messages.unknown_job(name) from None
+
+    def _make(self, hidden: Sequence[Object], train_job: Object) -> None:
+        """Make a job and its secrets, all of them or none."""
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(self._take_back, train_job)
+            for secret in hidden:
+                self._cluster.create_secret(secret)
+            made = self._cluster.create_train_job(train_job)
+            for secret in hidden:
+                self._cluster.own_secret(secret["metadata"]["name"], made)
+            unless_made.pop_all()
 
     def _take_back(self, train_job: Object) -> None:
         """Delete what a submission may have made before it failed: a lost answer says nothing of what was done."""

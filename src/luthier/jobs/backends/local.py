@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -73,19 +74,17 @@ class LocalBackend:
         # Held from before the job is there until the supervisor ends: whoever finds it free knows that nobody minds it.
         lock = take(directory / LOCK, wait=False)
         assert lock is not None
-        try:
-            devices = devices_of(spec, visible)
-            self._store.add(uid, spec, len(devices[0]))
+        with contextlib.ExitStack() as left:
+            left.callback(os.close, lock)
+            unless_kept = left.enter_context(contextlib.ExitStack())
+            unless_kept.callback(shutil.rmtree, directory)
+            self._store.add(uid, spec, len(devices_of(spec, visible)[0]))
+            unless_kept.pop_all()
             if not self._start(spec, uid, directory, visible, lock):
                 said = last_lines(directory / SUPERVISOR_LOG, 1)
                 self._store.remove(uid)
-                raise UserError(f"its supervisor could not be started: {said}", where=spec.name)
-        except BaseException:
-            if self._store.get(uid) is None:
                 shutil.rmtree(directory)
-            raise
-        finally:
-            os.close(lock)
+                raise UserError(f"its supervisor could not be started: {said}", where=spec.name)
 
     def list_jobs(self) -> list[TrainJob]:
         """All jobs, the oldest first."""

@@ -21,11 +21,12 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from luthier.errors import UserError
 from luthier.jobs.backends.local_steps import StepPlan, devices_of, free_port, job_file, phases
-from luthier.jobs.backends.local_upkeep import GRACE, settle
+from luthier.jobs.backends.local_upkeep import GRACE, SUPERVISOR_LOG, settle
 from luthier.jobs.files import lay, write
 from luthier.jobs.logs import last_lines
 from luthier.jobs.processes import adopt_orphans, descendants, dying_with, end
@@ -113,9 +114,6 @@ class Supervisor:
         except _Deleted:
             end(descendants, GRACE, self._reap)
             return
-        except Exception as error:
-            traceback.print_exc()
-            status, message, grace = FAILED, f"its supervisor failed ({type(error).__name__}: {error})", GRACE
         end(descendants, grace, self._reap)
         self._note_ended()
         self._store.set_status(self._job.uid, status, message)
@@ -332,7 +330,8 @@ def _warden(home: Path, uid: str, given: Mapping[str, object], limit: int, speak
         return
     code = os.waitstatus_to_exitcode(status)
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-    store.set_status(uid, FAILED, f"its supervisor {how}")
+    said = last_lines(store.directory(job) / SUPERVISOR_LOG, 1) if code > 0 else ""
+    store.set_status(uid, FAILED, f"its supervisor {how}" + (f": {said}" if said else ""))
 
 
 def _supervise(home: Path, uid: str, given: Mapping[str, object], limit: int, speak: int, warden: int) -> None:
@@ -360,16 +359,25 @@ def _reap_all() -> None:
 
 def _be(work: object) -> NoReturn:
     """Do something in a process that has been forked, and end it."""
-    code = 1
-    try:
+    with _Forked():
         work()  # type: ignore[operator]
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
+    raise AssertionError("not reached")
+
+
+class _Forked:
+    """The whole of a forked process: whatever ends it, nothing of the process that it was forked from goes on in it."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            traceback.print_exception(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(error is not None)
 
 
 if __name__ == "__main__":

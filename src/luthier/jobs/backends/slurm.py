@@ -19,6 +19,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,8 @@ class SlurmBackend:
             directory.mkdir(mode=0o700)
         except FileExistsError:
             raise duplicate(spec.name) from None
-        try:
+        with ExitStack() as unless_taken:
+            unless_taken.callback(shutil.rmtree, directory)
             for name in ("workspace", "logs"):
                 (directory / name).mkdir(mode=0o700)
             record: dict[str, Any] = {"spec": described(spec), "created": time.time()}
@@ -114,10 +116,9 @@ class SlurmBackend:
             own = self._environment(spec, directory)
             names = sorted({*clean_environment(os.environ), *own})
             record["slurm"] = slurm.submit(str(directory / SCRIPT), {**os.environ, **own}, names)
+            unless_taken.callback(slurm.cancel, record["slurm"])
             write(directory / JOB, json.dumps(record))
-        except BaseException:
-            shutil.rmtree(directory)
-            raise
+            unless_taken.pop_all()
 
     def list_jobs(self) -> list[TrainJob]:
         """All jobs, the oldest first."""

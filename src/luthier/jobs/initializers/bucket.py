@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import importlib
 import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -38,7 +40,7 @@ class Bucket:
         """The fsspec file system, connected anew before a role's credentials run out."""
         with self._lock:
             if self._files is None or time.monotonic() > self._until:
-                with told(self.place, self.explain):
+                with self.told():
                     self._files = self._connect()
             return self._files
 
@@ -97,7 +99,7 @@ class Bucket:
         return {**keys, "client_kwargs": client}
 
     def entries(self) -> list[Entry]:
-        with told(self.place, self.explain):
+        with self.told():
             if self.place.path:
                 found = {self.root: info} if (info := self._file()) else self.files.find(self.root + "/", detail=True)
             else:
@@ -116,7 +118,7 @@ class Bucket:
 
     def read(self, entry: Entry, start: int) -> Iterator[bytes | Literal["from the start"]]:
         size = entry.size or 0
-        with told(self.place, self.explain):
+        with self.told():
             for begin in range(start, size, CHUNK):
                 yield self.files.cat_file(entry.key, start=begin, end=min(begin + CHUNK, size))
             if start < size and entry.version and _version(self.files.info(entry.key)) != entry.version:
@@ -129,7 +131,7 @@ class Bucket:
         if self.place.scheme != "s3":
             return True
         bucket, _, key = entry.key.partition("/")
-        with told(self.place, self.explain):
+        with self.told():
             head = self.files.call_s3("head_object", Bucket=bucket, Key=key)
         return not (head.get("SSECustomerAlgorithm") or "kms" in head.get("ServerSideEncryption", ""))
 
@@ -137,7 +139,11 @@ class Bucket:
         name = key.rpartition("/")[2] if key == self.root else key.removeprefix(f"{self.root}/")
         return Entry(name, key, info["size"], _checksum(info), _version(info))
 
-    def explain(self, error: Exception) -> Exception | None:
+    def told(self) -> AbstractContextManager[None]:
+        """Within, errors of s3fs, gcsfs and what they stand on become those of storage."""
+        return told(self.place, ValueError, *_raised(self.place.scheme), explain=self._explain)
+
+    def _explain(self, error: Exception) -> Exception | None:
         """What an error of s3fs, gcsfs or what they stand on means."""
         chain, link = [error], error.__cause__ or error.__context__
         while isinstance(link, Exception) and link not in chain:
@@ -160,6 +166,23 @@ class Bucket:
         if kinds & {"BotoCoreError", "ClientError", "HttpError", "GoogleAuthError", "ValueError"}:
             return StorageError(f"it cannot be read: {first_line(error)}", where=self.place.uri)
         return None
+
+
+_RAISED = {
+    "s3": (
+        ("botocore.exceptions", "BotoCoreError"),
+        ("botocore.exceptions", "ClientError"),
+        ("aiohttp", "ClientError"),
+    ),
+    "gs": (("gcsfs.retry", "HttpError"), ("google.auth.exceptions", "GoogleAuthError"), ("aiohttp", "ClientError")),
+}
+"""What libraries raise: modules, which may not be installed, and names in them."""
+
+
+def _raised(scheme: str) -> Iterator[type[Exception]]:
+    for module, name in _RAISED[scheme]:
+        with contextlib.suppress(ImportError):
+            yield getattr(importlib.import_module(module), name)
 
 
 _PASSING = {

@@ -7,6 +7,7 @@ a file anew when the process that fetched it has died.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import httpx2
@@ -42,7 +43,7 @@ class Hub:
 
     def entries(self) -> list[Entry]:
         repo, kind = self.place.repo, self.repo_type
-        with told(self.place, self.explain):
+        with self.told():
             if (commit := self.api.repo_info(repo, repo_type=kind, revision=self.revision).sha) is None:
                 raise BrokenError("the Hub does not say which commit it has")
             self.revision = commit
@@ -65,7 +66,7 @@ class Hub:
             headers["Range"] = f"bytes={start}-"
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         with (
-            told(self.place, self.explain),
+            self.told(),
             get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response,
         ):
             hf_raise_for_status(response)
@@ -76,11 +77,16 @@ class Hub:
     def binding(self, entry: Entry) -> bool:
         return True
 
-    def explain(self, error: Exception) -> Exception | None:
+    def told(self) -> AbstractContextManager[None]:
+        """Within, errors of `huggingface_hub` and of what it stands on become those of storage."""
+        raised = httpx2.HTTPError, httpx2.InvalidURL, EntryNotFoundError, ValueError, RuntimeError
+        return told(self.place, *raised, explain=self._explain)
+
+    def _explain(self, error: Exception) -> Exception | None:
         """What an error of `huggingface_hub` means."""
         what = "data set" if self.repo_type == "dataset" else "model"
         if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
-            return self.explain(error.__cause__)  # what an upload wraps its errors in
+            return self._explain(error.__cause__)  # what an upload wraps its errors in
         match error:
             case GatedRepoError():
                 remedy = "ask for access on its page, and set ACCESS_TOKEN"

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from luthier.errors import EXIT_USER_ERROR, UserError
@@ -40,6 +41,11 @@ def run_step(step: Callable[[Mapping[str, str]], int]) -> NoReturn:
     # The first process of a container passes over signals that it has no handler for.
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(TERMINATED))
     hide = Hider(environment)
+
+    def crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _leave(_tell(hide("".join(traceback.format_exception(kind, error, trace))), 1, one_line=False))
+
+    sys.excepthook = crash  # a fault of Luthier's own
     try:
         code = step(environment)
     except UserError as error:
@@ -49,12 +55,13 @@ def run_step(step: Callable[[Mapping[str, str]], int]) -> NoReturn:
     except OSError as error:
         place = os.fsdecode(error.filename) if error.filename is not None else "the disk"
         if error.filename is None and error.errno not in _FULL:
-            code = _tell(hide("".join(traceback.format_exception(error))), 1, one_line=False)
-        else:
-            remedy = "; free some space" if error.errno in _FULL else ""
-            code = _tell(hide(f"error: {place}: {error.strerror}{remedy}"), EXIT_USER_ERROR)
-    except Exception as error:
-        code = _tell(hide("".join(traceback.format_exception(error))), 1, one_line=False)
+            raise
+        remedy = "; free some space" if error.errno in _FULL else ""
+        code = _tell(hide(f"error: {place}: {error.strerror}{remedy}"), EXIT_USER_ERROR)
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads that wait for a server that does not answer would hold the process back

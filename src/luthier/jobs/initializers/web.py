@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -38,7 +39,7 @@ class Web:
             remedy = "end it with a file's name; for a directory use hf://, s3://, gs:// or file://"
             raise StorageError("it names no file", where=self.place.uri, remedy=remedy)
         # Not HEAD, which addresses that are signed for GET refuse; the body is left unread.
-        with told(self.place, self._explain), self._client.stream("GET", self.place.address) as response:
+        with self._told(), self._client.stream("GET", self.place.address) as response:
             response.raise_for_status()
             size = response.headers.get("Content-Length")
             etag = response.headers.get("ETag", "")
@@ -53,7 +54,7 @@ class Web:
                 yield "from the start"
             else:
                 headers = {"Range": f"bytes={start}-", "If-Range": entry.version}
-        with told(self.place, self._explain), self._client.stream("GET", entry.key, headers=headers) as response:
+        with self._told(), self._client.stream("GET", entry.key, headers=headers) as response:
             response.raise_for_status()
             if headers and response.status_code != httpx2.codes.PARTIAL_CONTENT:
                 yield "from the start"
@@ -61,6 +62,9 @@ class Web:
 
     def binding(self, entry: Entry) -> bool:
         return True
+
+    def _told(self) -> AbstractContextManager[None]:
+        return told(self.place, httpx2.HTTPError, httpx2.InvalidURL, explain=self._explain)
 
     def _explain(self, error: Exception) -> Exception | None:
         if isinstance(error, httpx2.HTTPStatusError):
