@@ -38,6 +38,7 @@ from luthier.jobs.node import JOB
 from luthier.jobs.runtimes import ANY_FUNCTION, IMAGE, KEP_PREFIX, PREFIX, builtin, find, preset_of
 from luthier.jobs.spec import DATASET_STEP, MODEL_STEP, JobSpec
 from luthier.jobs.types import Framework, Runtime
+from luthier.jobs.wire import node_job
 
 GROUP_OF_IMAGE = 1000
 """Group of the user that Luthier's image runs as; the workspace belongs to it."""
@@ -156,9 +157,7 @@ def default_job(runtime: Runtime) -> dict[str, Any] | None:
     preset = preset_of(runtime)
     if preset is None or preset.pictures:
         return None
-    spec = build(Asked("kubernetes", [runtime], runtime.name))
-    job = {"engine": spec.engine, "config": spec.config, "files": dict(spec.files)}
-    return job | {"num_nodes": spec.num_nodes, "nproc_per_node": spec.nproc_per_node}
+    return node_job(build(Asked("kubernetes", [runtime], runtime.name)), with_files=True)
 
 
 def _job(name: str, ancestor: str | None, command: list[str], env: list[Object] | None = None) -> Object:

@@ -41,6 +41,19 @@ def is_gpu(resource: str) -> bool:
     return resource.lower().rpartition("/")[2] == "gpu"
 
 
+def step_names(dataset: object | None, model: object | None, num_nodes: int, exporter: object | None) -> list[str]:
+    """Steps of a job in the order in which they begin; the first two begin together, and so do the nodes.
+
+    Args:
+        dataset, model, exporter: None where there is no such step.
+        num_nodes: how many.
+    """
+    before = [(DATASET_STEP, dataset), (MODEL_STEP, model)]
+    names = [name for name, transfer in before if transfer is not None]
+    names += [node_step(number) for number in range(num_nodes)]
+    return [*names, EXPORT_STEP] if exporter is not None else names
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """A step that moves files: an initializer, or the exporter.
@@ -131,7 +144,4 @@ class JobSpec:
 
     def steps(self) -> list[str]:
         """Names of its steps, in the order in which they begin; the nodes begin together."""
-        before = [(DATASET_STEP, self.dataset), (MODEL_STEP, self.model)]
-        names = [name for name, transfer in before if transfer is not None]
-        names += [node_step(number) for number in range(self.num_nodes)]
-        return [*names, EXPORT_STEP] if self.exporter is not None else names
+        return step_names(self.dataset, self.model, self.num_nodes, self.exporter)

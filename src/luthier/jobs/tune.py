@@ -27,6 +27,7 @@ from luthier.jobs.runtimes import PREFIX, builtin, find
 from luthier.jobs.spec import JobSpec
 from luthier.jobs.trainers import BuiltinTrainer, LoraConfig, TorchTuneConfig, TorchTuneInstructDataset
 from luthier.jobs.types import UNKNOWN
+from luthier.jobs.wire import node_job
 
 _INSTRUCT = "torchtune.datasets.instruct_dataset"
 _WORKSPACE = "/workspace/"
@@ -122,8 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         words = parsed(arguments)
         spec = spec_of(words, os.environ)
-        job = {"engine": spec.engine, "config": spec.config, "files": dict(spec.files)}
-        os.environ[node.JOB] = json.dumps(job | {"num_nodes": spec.num_nodes, "nproc_per_node": spec.nproc_per_node})
+        os.environ[node.JOB] = json.dumps(node_job(spec, with_files=True))
         if words.meeting is not None:
             os.environ["PET_MASTER_ADDR"], os.environ["PET_MASTER_PORT"] = words.meeting
     except UserError as error:

@@ -250,11 +250,8 @@ class HuggingFaceDatasetInitializer(DatasetInitializer):
     """A data set of the Hub: "hf://owner/name", or "owner/name"; what follows the name is a path in it."""
 
 
-@fields_named
 @dataclass
-class S3DatasetInitializer:
-    """A data set in S3 or what speaks like it."""
-
+class _S3Initializer:
     storage_uri: str
     ignore_patterns: list[str] | None = None
     endpoint: str | None = None
@@ -262,6 +259,12 @@ class S3DatasetInitializer:
     secret_access_key: str | None = field(default=None, repr=False)
     region: str | None = None
     role_arn: str | None = None
+
+
+@fields_named
+@dataclass
+class S3DatasetInitializer(_S3Initializer):
+    """A data set in S3 or what speaks like it."""
 
 
 @fields_named
@@ -282,16 +285,10 @@ class HuggingFaceModelInitializer(ModelInitializer):
 
 @fields_named
 @dataclass
-class S3ModelInitializer:
+class S3ModelInitializer(_S3Initializer):
     """A model in S3 or what speaks like it."""
 
-    storage_uri: str
     ignore_patterns: list[str] | None = field(default_factory=lambda: list(WEIGHTS_BESIDE))
-    endpoint: str | None = None
-    access_key_id: str | None = field(default=None, repr=False)
-    secret_access_key: str | None = field(default=None, repr=False)
-    region: str | None = None
-    role_arn: str | None = None
 
 
 @fields_named

@@ -22,6 +22,27 @@ def described(spec: JobSpec) -> dict[str, Any]:
     return plain
 
 
+def node_job(spec: JobSpec, *, with_files: bool) -> dict[str, Any]:
+    """What `luthier.jobs.node` reads, without addresses of package indexes, which may have a password in them.
+
+    Args:
+        with_files: the node is to lay the job's files; its backend has not.
+    """
+    function = None
+    if spec.function is not None:
+        function = asdict(spec.function)
+        del function["pip_index_urls"]
+    job = {
+        "engine": spec.engine,
+        "config": dict(spec.config) if spec.config is not None else None,
+        "function": function,
+        "files": dict(spec.files) if with_files else None,
+        "num_nodes": spec.num_nodes,
+        "nproc_per_node": spec.nproc_per_node,
+    }
+    return {name: value for name, value in job.items() if value is not None}
+
+
 def packed(spec: JobSpec) -> str:
     """A spec with all its secrets as JSON, to be handed to a process through a pipe."""
     return json.dumps(asdict(spec))

@@ -30,6 +30,7 @@ from luthier.jobs.backends.kubernetes_names import (
 from luthier.jobs.backends.kubernetes_runtimes import policy_of, trainer_container
 from luthier.jobs.node import JOB, pip_variables
 from luthier.jobs.spec import DATASET_STEP, MODEL_STEP, JobSpec, Transfer
+from luthier.jobs.wire import node_job
 
 STORAGE_URI = "STORAGE_URI"
 _LONGEST_VARIABLE = 131_071
@@ -172,24 +173,8 @@ def _trainer(spec: JobSpec, runtime: Object, secrets: _Secrets) -> Object:
 
 
 def _job(spec: JobSpec) -> str:
-    """What `luthier.jobs.node` reads, without addresses of package indexes, which may have a password in them."""
-    function = None
-    if spec.function is not None:
-        function = {
-            "source": spec.function.source,
-            "name": spec.function.name,
-            "args": dict(spec.function.args),
-            "packages": list(spec.function.packages),
-        }
-    job = {
-        "engine": spec.engine,
-        "config": dict(spec.config) if spec.config is not None else None,
-        "function": function,
-        "files": dict(spec.files),
-        "num_nodes": spec.num_nodes,
-        "nproc_per_node": spec.nproc_per_node,
-    }
-    text = json.dumps({name: value for name, value in job.items() if value is not None}).replace("$", "\\u0024")
+    """What the node reads, for a variable."""
+    text = json.dumps(node_job(spec, with_files=True)).replace("$", "\\u0024")
     if (size := len(f"{JOB}={text}".encode())) > _LONGEST_VARIABLE:
         raise UserError(
             f"its config, function and files take {size} bytes, and a pod is told {_LONGEST_VARIABLE} at most",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shutil
@@ -143,26 +142,6 @@ def phases(
         nodes.append(StepPlan(node_step(number), command, variables))
     after = transfer(EXPORT_STEP, spec.exporter, "luthier.jobs.exporter")
     return [phase for phase in (before, nodes, after) if phase]
-
-
-def job_file(spec: JobSpec) -> str:
-    """What `luthier.jobs.node` reads, without addresses of package indexes, which may have a password in them."""
-    function = spec.function
-    job = {
-        "engine": spec.engine,
-        "config": dict(spec.config) if spec.config is not None else None,
-        "function": None
-        if function is None
-        else {
-            "source": function.source,
-            "name": function.name,
-            "args": dict(function.args),
-            "packages": list(function.packages),
-        },
-        "num_nodes": spec.num_nodes,
-        "nproc_per_node": spec.nproc_per_node,
-    }
-    return json.dumps(job)
 
 
 def free_port() -> int:

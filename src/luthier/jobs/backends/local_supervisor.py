@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from luthier.errors import UserError
-from luthier.jobs.backends.local_steps import StepPlan, devices_of, free_port, job_file, phases
+from luthier.jobs.backends.local_steps import StepPlan, devices_of, free_port, phases
 from luthier.jobs.backends.local_upkeep import GRACE, SUPERVISOR_LOG, settle
 from luthier.jobs.files import lay, write
 from luthier.jobs.logs import last_lines
@@ -33,7 +33,7 @@ from luthier.jobs.processes import adopt_orphans, descendants, dying_with, end
 from luthier.jobs.spec import JobSpec
 from luthier.jobs.store import DELETE, FINAL, RUN, SUSPEND, JobStore
 from luthier.jobs.types import COMPLETE, CREATED, FAILED, RUNNING, SUSPENDED
-from luthier.jobs.wire import unpacked
+from luthier.jobs.wire import node_job, unpacked
 
 SUSPEND_GRACE = 300.0
 """Seconds from SIGTERM to SIGKILL for a job that is suspended: a run saves a checkpoint meanwhile."""
@@ -122,7 +122,7 @@ class Supervisor:
 
     def _steps(self) -> None:
         if self._spec.command is None:
-            write(self._directory / "job.json", job_file(self._spec))
+            write(self._directory / "job.json", json.dumps(node_job(self._spec, with_files=False)))
         for place in range(len(self._phases())):
             while True:
                 self._await_turn()

@@ -26,11 +26,11 @@ from typing import Any
 
 from luthier.errors import UserError
 from luthier.jobs.backends import slurm_commands as slurm
-from luthier.jobs.backends.local_steps import clean_environment, job_file
+from luthier.jobs.backends.local_steps import clean_environment
 from luthier.jobs.backends.slurm_commands import SlurmState
 from luthier.jobs.backends.slurm_script import BATCH_LOG, NUMBER, SCRIPT_STEP, batch_script
 from luthier.jobs.backends.slurm_step import NODE, VARIABLE
-from luthier.jobs.backends.slurm_words import first_failure, read_node_words, read_words, step_names, steps_of, when
+from luthier.jobs.backends.slurm_words import first_failure, names_of, read_node_words, read_words, steps_of, when
 from luthier.jobs.files import lay, write
 from luthier.jobs.logs import last_lines, tail
 from luthier.jobs.messages import duplicate, has_ended, unknown_job, unknown_step
@@ -41,7 +41,7 @@ from luthier.jobs.progress import read_progress
 from luthier.jobs.spec import DATASET_STEP, EXPORT_STEP, MODEL_STEP, OUTPUT, JobSpec
 from luthier.jobs.store import FINAL, home_directory
 from luthier.jobs.types import COMPLETE, CREATED, FAILED, RUNNING, SUSPENDED, Event, Runtime, TrainJob
-from luthier.jobs.wire import described
+from luthier.jobs.wire import described, node_job
 
 JOB, NODE_JOB, SCRIPT, FINAL_WORD = "job.json", "node.json", "batch.sh", "final.json"
 
@@ -110,7 +110,7 @@ class SlurmBackend:
                 (directory / name).mkdir(mode=0o700)
             record: dict[str, Any] = {"spec": described(spec), "created": time.time()}
             write(directory / JOB, json.dumps(record))
-            write(directory / NODE_JOB, job_file(spec))
+            write(directory / NODE_JOB, json.dumps(node_job(spec, with_files=False)))
             write(directory / SCRIPT, script)
             lay(spec.files, directory / "workspace")
             own = self._environment(spec, directory)
@@ -143,7 +143,7 @@ class SlurmBackend:
         Raises:
             UserError: there is no such job, or the job has no such step.
         """
-        steps = step_names(self._record(name)["spec"])
+        steps = names_of(self._record(name)["spec"])
         if step not in steps:
             raise unknown_step(name, step, steps)
 

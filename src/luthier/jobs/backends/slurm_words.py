@@ -8,7 +8,7 @@ from typing import Any
 
 from luthier.jobs.backends.slurm_script import SCRIPT_STEP, STEPS
 from luthier.jobs.backends.slurm_step import NODE, NODES
-from luthier.jobs.spec import DATASET_STEP, EXPORT_STEP, MODEL_STEP, gpus_of
+from luthier.jobs.spec import gpus_of, step_names
 from luthier.jobs.types import COMPLETE, CREATED, FAILED, RUNNING, SUSPENDED, UNKNOWN, Step
 
 
@@ -50,14 +50,9 @@ def _words(path: Path) -> list[Word]:
     return [Word(line) for line in whole]
 
 
-def step_names(spec: dict[str, Any]) -> list[str]:
-    transfers = (DATASET_STEP, "dataset"), (MODEL_STEP, "model")
-    nodes = [f"node-{number}" for number in range(spec["num_nodes"])]
-    return [
-        *(step for step, field in transfers if spec[field] is not None),
-        *nodes,
-        *([EXPORT_STEP] if spec["exporter"] is not None else []),
-    ]
+def names_of(spec: dict[str, Any]) -> list[str]:
+    """Names of the steps of a job as it is kept."""
+    return step_names(spec["dataset"], spec["model"], spec["num_nodes"], spec["exporter"])
 
 
 def steps_of(name: str, spec: dict[str, Any], words: list[Word], nodes: list[Word], job: str) -> list[Step]:
@@ -65,7 +60,7 @@ def steps_of(name: str, spec: dict[str, Any], words: list[Word], nodes: list[Wor
     gpus = gpus_of(spec["resources_per_node"]) or 0
     processes = spec["nproc_per_node"] if spec["nproc_per_node"] != "auto" else max(1, gpus)
     found = []
-    for step in step_names(spec):
+    for step in names_of(spec):
         is_node = step.startswith("node-")
         own = [word for word in words if word.step == (NODE if is_node else step)]
         started = next((word for word in reversed(own) if word.code is None), None)
