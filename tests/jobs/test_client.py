@@ -173,12 +173,26 @@ def test_a_class_of_ones_own_travels_as_source(client):
         def __init__(self, tokenizer, source):
             self.options = source.options
 
+        def __call__(self, row):
+            return row
+
     config = TorchTuneConfig(dataset_preprocess_config=CustomDataset("verses", options={"n": 1}))
     spec = dry(client, trainer=BuiltinTrainer(config))
     assert spec.config["data"]["train"][0]["format"] == "own_dataset:Riddles"
     scope: dict[str, object] = {}
     exec(spec.files["own_dataset.py"], scope)
     assert isinstance(scope["Riddles"], type)
+
+
+def test_a_class_that_cannot_read_a_row_is_refused(client):
+    @register_dataset("silent")
+    class Silent:
+        def __init__(self, tokenizer, source):
+            pass
+
+    config = TorchTuneConfig(dataset_preprocess_config=CustomDataset("silent"))
+    with pytest.raises(ConfigError, match=r"Silent cannot be called with a row; give it __call__\(self, row\)"):
+        client.train(trainer=BuiltinTrainer(config), runtime="luthier-qwen2.5-0.5b", dry_run=True)
 
 
 def test_specs_hold_nothing_but_plain_data(client):

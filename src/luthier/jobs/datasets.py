@@ -41,11 +41,14 @@ def shipped(name: str, where: str) -> tuple[str, str]:
     """The source of the class of a name, and the class's own name.
 
     Raises:
-        ConfigError: no class is registered so, or its source cannot be found or does not stand on its own.
+        ConfigError: no class is registered so, it cannot be called, or its source is not there or does not stand alone.
     """
     if name not in _CLASSES:
         meant = nearest(name, _CLASSES)
         remedy = f'did you mean "{meant}"?' if meant else "register a class with @register_dataset"
         raise ConfigError(f'no data-set class is called "{name}"', where=where, remedy=remedy)
     cls = _CLASSES[name]
+    if not any("__call__" in vars(base) for base in cls.__mro__):
+        remedy = "give it __call__(self, row), which makes a Sample of a row"
+        raise ConfigError(f"{cls.__name__} cannot be called with a row", where=where, remedy=remedy)
     return source_of(cls, where), cls.__name__
