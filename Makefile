@@ -15,6 +15,8 @@ SEED ?= 0
 BIN := .venv/bin
 # Compiling all of torch's Python files beforehand costs more time than it saves.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint .venv/constraints.txt
+# Set in many containers; with it each of some hundred processes would compile whatever it imports anew.
+export PYTHONDONTWRITEBYTECODE :=
 HAS_CUDA := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 
 .PHONY: help demo test soak test-postgresql load fuzz matrix bench lint format reference sizes presets manifests clean
