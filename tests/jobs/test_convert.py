@@ -199,8 +199,8 @@ ROWS = [
     refusal(L, "lora_dropout", 1.0, "lora_dropout: must be less than 1, not 1"),
     effect(L, "quantize_base", False, "recipe", "lora_finetune_single_device"),
     refusal(L, "quantize_base", True, "quantize_base: is not offered yet"),
-    effect(L, "use_dora", False, "recipe", "lora_finetune_single_device"),
-    refusal(L, "use_dora", True, "use_dora: is not offered yet"),
+    effect(L, "use_dora", False, "config.adapter.dora", False),
+    effect(L, "use_dora", True, "config.adapter.dora", True),
     # rows with a prompt and an answer
     effect(INSTRUCT, "source", DataFormat.PARQUET, "config.data.train.0.kind", "parquet"),
     effect(INSTRUCT, "source", "json", "config.data.train.0.kind", "json"),

@@ -134,6 +134,8 @@ class LoraConfig(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
+    dora: bool = False
+    """Train each output's length beside the low-rank direction (Liu et al. 2024, https://arxiv.org/abs/2402.09353)."""
     target: Annotated[list[str], BeforeValidator(_one_or_many), Field(min_length=1)] = ["attn", "mlp"]
     """Roles (attn, mlp, experts alone, unembed), all-linear, module names (q_proj), or patterns of full names."""
     train_modules: Annotated[list[str], BeforeValidator(_one_or_many)] = []
