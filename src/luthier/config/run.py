@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
+from luthier.config.methods import MethodConfig, SftConfig
 from luthier.config.sections import (
     AdamWConfig,
     CheckpointConfig,
@@ -40,6 +41,8 @@ class RunConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that a model repository brings along."""
     data: DataConfig
+    method: MethodConfig = Field(default_factory=SftConfig)
+    """What the training minimises; a bare name is enough: `method: sft`."""
     adapter: LoraConfig | None = None
     """Leave out for full fine-tuning."""
     optimizer: OptimizerConfig = Field(default_factory=AdamWConfig)
