@@ -1,5 +1,6 @@
 """Adapters beside frozen weights: LoRA in place, merging, PEFT's files."""
 
+from luthier.adapters.dora import layer_factor
 from luthier.adapters.experts import Adapted, adapted
 from luthier.adapters.init import first_down, initialise_adapters
 from luthier.adapters.layer import (
@@ -38,6 +39,7 @@ __all__ = [
     "freeze",
     "initialise_adapters",
     "is_adapter_weight",
+    "layer_factor",
     "load_peft",
     "merge",
     "merged_weight",

@@ -70,7 +70,6 @@ _CHANGES_THE_RESULT = (
     "monteclora_config",
     "trainable_token_indices",
     "use_bdlora",
-    "use_dora",
     "use_qalora",
     "velora_config",
 )
@@ -89,6 +88,7 @@ class PeftConfig:
         alphas: pattern -> alpha.
         dropout: while training.
         rslora: scale by alpha / sqrt(rank).
+        dora: there are lengths too.
         targets: names, or one regular expression, or "all-linear"; None when the file does not say.
         parameters: endings of the names of weights of experts that are adapted.
         exclude: names or one regular expression that are never adapted.
@@ -104,6 +104,7 @@ class PeftConfig:
     alphas: dict[str, float] = field(default_factory=dict)
     dropout: float = 0.0
     rslora: bool = False
+    dora: bool = False
     targets: Sequence[str] | str | None = None
     parameters: Sequence[str] = ()
     exclude: Sequence[str] | str = ()
@@ -182,6 +183,7 @@ def read_peft_config(directory: Path) -> PeftConfig:
             alphas={pattern: float(alpha) for pattern, alpha in (raw.get("alpha_pattern") or {}).items()},
             dropout=float(raw.get("lora_dropout") or 0.0),
             rslora=bool(raw.get("use_rslora")),
+            dora=bool(raw.get("use_dora")),
             targets=raw.get("target_modules"),
             parameters=_listed(raw.get("target_parameters")),
             exclude=raw.get("exclude_modules") or (),
@@ -218,6 +220,7 @@ def peft_config_json(
     alphas: dict[str, float],
     dropout: float,
     rslora: bool,
+    dora: bool,
     modules: Sequence[str],
     names: Iterable[str],
     parameters: Sequence[str],
@@ -233,6 +236,7 @@ def peft_config_json(
         alphas: the same -> its alpha.
         dropout: while training.
         rslora: scale by alpha / sqrt(rank).
+        dora: there are lengths too.
         modules: full names of the modules that are saved whole.
         names: full names of all modules of the model. Targets are written as the last parts of the names where these
             mean the very same layers, as other tools like it, and as full names otherwise.
@@ -254,6 +258,7 @@ def peft_config_json(
         "alpha_pattern": {name: _whole(value) for name, value in alphas.items() if value != alpha},
         "lora_dropout": dropout,
         "use_rslora": rslora,
+        "use_dora": dora,
         "target_modules": targets,
         "target_parameters": list(parameters) or None,
         "modules_to_save": list(modules) or None,

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from luthier.config.methods import MethodConfig, SftConfig
+from luthier.config.schedules import ConstantSchedule, ScheduleConfig
 from luthier.config.sections import (
     AdamWConfig,
     CheckpointConfig,
-    ConstantSchedule,
     DataConfig,
     EvaluationConfig,
     GenerationConfig,
@@ -21,7 +21,6 @@ from luthier.config.sections import (
     ParallelConfig,
     PathText,
     ReportConfig,
-    ScheduleConfig,
     Section,
     TrainConfig,
 )
