@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
+from luthier.config.base import PathText, Section
+from luthier.config.schedules import ConstantSchedule, ScheduleConfig
 from luthier.config.sections import (
     AdamWConfig,
     CheckpointConfig,
-    ConstantSchedule,
     DataConfig,
     EvaluationConfig,
     GenerationConfig,
@@ -18,10 +19,7 @@ from luthier.config.sections import (
     MoeConfig,
     OptimizerConfig,
     ParallelConfig,
-    PathText,
     ReportConfig,
-    ScheduleConfig,
-    Section,
     TrainConfig,
 )
 

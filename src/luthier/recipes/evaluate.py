@@ -25,7 +25,7 @@ def evaluate(config: RunConfig, *, adapter: Path | None = None) -> dict[str, Any
         loss (nats a token), perplexity, rows, tokens, trained_tokens, and `data`: what became of the rows.
     """
     with join(prepare_process(config)) as device, meshed(config, device, any_number=True) as mesh:
-        tokenizer = tokenizer_of(config)
+        tokenizer = tokenizer_of(config, adapter)
         with stage("tokenising") as told:
             rows = build_rows(config.data, "validation", tokenizer, seed=config.seed, progress=told)
         assert isinstance(rows, Rows)

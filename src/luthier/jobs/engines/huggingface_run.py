@@ -22,7 +22,8 @@ from luthier.jobs.progress import METRICS
 
 if TYPE_CHECKING:
     from luthier.config import RunConfig
-    from luthier.config.sections import OptimizerConfig, ScheduleConfig
+    from luthier.config.schedules import ScheduleConfig
+    from luthier.config.sections import OptimizerConfig
 
 CHECKPOINTS, EXPORT = "checkpoints", "export"
 LARGEST_BATCH = 8
