@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from luthier.engine.step import forward_backward, optim_step
     from luthier.errors import UserError
     from luthier.recipes.library import evaluate, generate, load, logprobs, pack, read_rows, save
-    from luthier.recipes.sft import train
+    from luthier.recipes.methods import train
 
 __version__ = "0.1.0"
 
@@ -38,7 +38,7 @@ _HOME = {
     "pack": "luthier.recipes.library",
     "read_rows": "luthier.recipes.library",
     "save": "luthier.recipes.library",
-    "train": "luthier.recipes.sft",
+    "train": "luthier.recipes.methods",
 }
 
 __all__ = [

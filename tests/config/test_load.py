@@ -139,6 +139,8 @@ OTHER_VALUES = {
     "data.validation.columns": "{input: question}",
     "data.validation.options": "{a: '1'}",
     "data.validation_fraction": "0.25",
+    "method": "sft",
+    "method.name": "sft",
     "adapter": "{kind: lora, rank: 3}",
     "adapter.kind": "lora",
     "adapter.target": "[q_proj, 'model.layers.[0-3].*']",
@@ -227,7 +229,7 @@ def test_every_field_goes_round(path: str, example: Path) -> None:
     override = f"{path}={another_value(path)}"
     before = load_config(example, [*preparation, "seed=1"])
     config = load_config(example, [*preparation, override, *(["seed=1"] if path != "seed" else [])])
-    fixed = path in ("adapter.kind", "optimizer.name", "schedule.name")
+    fixed = path in ("method", "method.name", "adapter.kind", "optimizer.name", "schedule.name")
     assert fixed or config != before
     assert load_again(config, example.parent) == config
 

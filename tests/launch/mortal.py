@@ -14,16 +14,16 @@ STEPS_BEFORE = 4
 
 def make_mortal() -> None:
     """Gradients are there and summed, weights are not yet changed."""
-    from luthier.recipes import sft
+    from luthier.recipes import loop
 
-    step = sft.optim_step
+    step = loop.optim_step
 
     def die_or_step(state: Any, **how: Any) -> Any:
         if os.environ["RANK"] == "1" and not launch.restarted() and state.counters.step == STEPS_BEFORE:
             os.kill(os.getpid(), signal.SIGKILL)
         return step(state, **how)
 
-    sft.optim_step = die_or_step
+    loop.optim_step = die_or_step
 
 
 if __name__ == "__main__":

@@ -123,5 +123,5 @@ def train(config: Any, *, resume: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.modules["luthier.recipes.sft"] = sys.modules["__main__"]
+    sys.modules["luthier.recipes.methods"] = sys.modules["__main__"]
     entrance()

@@ -64,14 +64,14 @@ def train(
             RunDirectory(config.output).discard()
         return ranks
     with importing():
-        from luthier.recipes import sft
+        from luthier.recipes import methods
 
     if dry_run:
         with importing():
             from luthier.recipes.dry_run import dry_run as rehearse
 
         return Answer(rehearse(config))
-    summary = sft.train(config, resume=resume)
+    summary = methods.train(config, resume=resume)
     interrupted = summary["interrupted"]
     return Answer(summary, _told(summary), code=128 + signal.Signals[interrupted] if interrupted else 0)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from luthier.config.base import PathText, Section
+from luthier.config.methods import MethodConfig, SftConfig
 from luthier.config.schedules import ConstantSchedule, ScheduleConfig
 from luthier.config.sections import (
     AdamWConfig,
@@ -38,6 +39,8 @@ class RunConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that a model repository brings along."""
     data: DataConfig
+    method: MethodConfig = Field(default_factory=SftConfig)
+    """What the training minimises; a bare name is enough: `method: sft`."""
     adapter: LoraConfig | None = None
     """Leave out for full fine-tuning."""
     optimizer: OptimizerConfig = Field(default_factory=AdamWConfig)

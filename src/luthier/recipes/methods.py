@@ -1,0 +1,43 @@
+"""Which recipe trains a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from luthier.config import RunConfig
+from luthier.data.loader import StepBatch
+from luthier.recipes.run import Resume, Run
+
+
+class Recipe(Protocol):
+    """What every module of a way of training has."""
+
+    def train(self, config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:
+        """Run a config to its end, or go on with it."""
+
+    def take_step(self, run: Run, batch: StepBatch) -> Mapping[str, float]:
+        """One optimizer step on one global batch."""
+
+
+def recipe_of(config: RunConfig) -> Recipe:
+    """The recipe that `method` names."""
+    match config.method.name:
+        case "sft":
+            from luthier.recipes import sft
+
+            return sft
+
+
+def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:
+    """Run a config to its end, or go on with it, by the recipe that its `method` names.
+
+    Args:
+        config: what the run is.
+        resume: auto goes on from the newest checkpoint in the run directory when there is one, never starts anew, must
+            refuses to start without one.
+
+    Returns:
+        a summary: steps, tokens, losses, paths. `interrupted` names the signal when one ended the run early.
+    """
+    return recipe_of(config).train(config, resume=resume)
