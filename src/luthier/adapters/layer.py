@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from luthier.adapters.dora import Magnitude, dropped, rescaled
 from luthier.adapters.products import low_rank_products
+from luthier.adapters.rows import SUFFIX as ROWS
 from luthier.adapters.siblings import Siblings
 from luthier.hf.linear import LinearShape, linear_shape
 
@@ -230,5 +231,5 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a parameter's full name is that of an adapter's matrix, or of its lengths."""
-    return name.endswith((".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector.weight"))
+    """Whether a parameter's full name is that of an adapter's matrix, of its lengths, or of rows of single tokens."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector.weight", ROWS))

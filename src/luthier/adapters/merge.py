@@ -17,6 +17,8 @@ from torch import Tensor
 from luthier.adapters.dora import factor, row_norms
 from luthier.adapters.experts import Adapted, LoraExperts, adapted, detach_experts, weight_names
 from luthier.adapters.layer import LoraLayer, detach, is_adapter_weight
+from luthier.adapters.rows import SUFFIX as ROWS
+from luthier.adapters.rows import folded, merge_rows, rows_of
 from luthier.adapters.structure import untie
 from luthier.hf.anatomy import describe
 from luthier.hf.together import Group, exchange
@@ -120,6 +122,7 @@ def merge(model: Any) -> MergeReport:
             detach(layer)
     for module in [module for module in model.modules() if isinstance(module, LoraExperts)]:
         detach_experts(module)
+    merge_rows(model)
     return _report(deviations, untied)
 
 
@@ -137,6 +140,7 @@ class Merging:
         for name, layer in adapted(model):
             names = weight_names(_WRAPPERS.sub("", name), layer)
             self._layers[names[0]] = layer, names
+        self._rows = {f"{_WRAPPERS.sub('', name)}.weight": own for name, own in rows_of(model).items()}
         self._tied = {_WRAPPERS.sub("", name) for name in _tied_heads(model)}
         self._deviations: dict[str, float] = {}
 
@@ -151,6 +155,8 @@ class Merging:
         """
         if is_adapter_weight(name):
             return None
+        if name in self._rows:
+            return name, f"{name.removesuffix('.weight')}{ROWS}"
         return self._layers[name][1] if name in self._layers else (name,)
 
     def __call__(self, name: str, sources: Sequence[Tensor]) -> Tensor:
@@ -163,8 +169,15 @@ class Merging:
         Returns:
             a new tensor.
         """
+        if name in self._rows:
+            return folded(self._rows[name], *sources)
         merged, self._deviations[name.removesuffix(".weight")] = _merged(self._layers[name][0], *sources)
         return merged
+
+    def shape(self, name: str, own: torch.Size) -> torch.Size:
+        """The shape of the weight in the export: a table of tokens may grow."""
+        extra = self._rows[name].extra if name in self._rows else 0
+        return torch.Size((own[0] + extra, *own[1:])) if extra else own
 
     def report(self, group: Group | None = None) -> MergeReport:
         """What the rounding of all weights handed out so far cost.

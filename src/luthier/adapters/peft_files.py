@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from luthier.adapters import peft_experts
 from luthier.adapters.experts import Adapted, ExpertsAdapter, StackShape, adapted, stack_shape
-from luthier.adapters.layer import LoraSpec
+from luthier.adapters.layer import LoraSpec, is_adapter_weight
 from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, PeftConfig, peft_config_json, read_peft_config
+from luthier.adapters.rows import SUFFIX as ROWS
+from luthier.adapters.rows import attach_rows, ids_for_peft, in_order, rows_of, tie_rows, tokens_in_file
 from luthier.adapters.structure import (
     attach_all,
     both_ends_trained,
@@ -107,6 +109,7 @@ def save_peft(
         transposed=any(transposed for _, transposed, _ in told),
         base_model=base_model,
         revision=revision,
+        tokens=ids_for_peft(model),
     )
     target = Path(directory)
     leads = rank_in(group) == 0
@@ -142,6 +145,8 @@ def _own_tensors(model: Any, layers: Mapping[str, Adapted], trained: Sequence[st
         own[f"{PREFIX}{name}.lora_B.weight"] = up
         if not isinstance(layer, ExpertsAdapter) and layer.lora_spec.dora:
             own[f"{PREFIX}{name}{_LENGTHS}"] = layer.lora_magnitude_vector.weight
+    for name, rows in rows_of(model).items():
+        own[f"{PREFIX}{name}{ROWS}"] = rows.trainable_tokens_delta
     inside = tuple(f"{name}." for name in trained)
     for key, value in model.state_dict(keep_vars=True).items():
         if (name := _WRAPPERS.sub("", key)).startswith(inside):
@@ -219,8 +224,11 @@ def load_peft(
     present = {name: layer.lora_spec.rank for name, layer in adapted(model)}
     if not present:
         attach_all(model, specs, trained, dtype)
+        if (tokens := tokens_in_file(config.tokens, model)) is not None:
+            attach_rows(model, tokens, dtype, trained)
     elif present != {name: spec.rank for name, spec in specs.items()}:
         raise ModelError("the model carries other adapters than these files hold", where=str(config.directory))
+    weights = in_order(config.tokens, weights, model)
     if not any(parameter.is_meta for parameter in model.parameters()):
         _fill(model, config, weights)
     elif _ends_differ(model, weights):
@@ -239,11 +247,12 @@ def load_part(model: Any, directory: str | Path) -> None:
     """
     config = read_peft_config(Path(directory))
     weights = peft_experts.from_file(model, config, _read_weights(config), part=True)
+    weights = in_order(config.tokens, weights, model)
     trained = wholly_trained(model)
     places = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for key, value in weights.items():
         name = key.replace(".base_layer.", ".")
-        ours = ".lora_" in name or any(name.startswith(f"{whole}.") for whole in trained)
+        ours = ".lora_" in name or is_adapter_weight(name) or any(name.startswith(f"{whole}.") for whole in trained)
         if ours and name in places:  # else it is another stage's
             fill(places[name], value)
 
@@ -335,10 +344,13 @@ def _fill(model: Any, config: PeftConfig, weights: dict[str, Tensor]) -> None:
     """Copy the values; what has no place is refused, unless it repeats what the base has anyway."""
     where = str(config.directory)
     settle_ties(model)
+    tie_rows(model)
     trained = wholly_trained(model)
     if _ends_differ(model, weights):
         untie(model)
     places = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    if rowless := [name for name in rows_of(model) if f"{name}{ROWS}" not in weights]:
+        raise ModelError(f"the rows of {rowless[0]} are missing, which {CONFIG_FILE} promises", where=where)
     missing = [name for name in _kept(model, trained) if name not in weights]
     if missing:
         raise ModelError(f"{missing[0]} is missing, which modules_to_save promises", where=where)
@@ -350,7 +362,7 @@ def _fill(model: Any, config: PeftConfig, weights: dict[str, Tensor]) -> None:
         if place.shape != value.shape:
             what = f"{key} is {list(value.shape)} and the model's is {list(place.shape)}"
             raise ModelError(what, where=where, remedy="was the vocabulary resized? Start from the resized model")
-        ours = ".lora_" in name or any(name.startswith(f"{whole}.") for whole in trained)
+        ours = ".lora_" in name or is_adapter_weight(name) or any(name.startswith(f"{whole}.") for whole in trained)
         if ours:
             place.copy_(value)
         elif not torch.equal(place.cpu(), value.to(place.dtype)):

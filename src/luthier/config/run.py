@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
+from luthier.config.base import PathText, Section
 from luthier.config.methods import MethodConfig, SftConfig
 from luthier.config.schedules import ConstantSchedule, ScheduleConfig
 from luthier.config.sections import (
@@ -19,9 +20,7 @@ from luthier.config.sections import (
     MoeConfig,
     OptimizerConfig,
     ParallelConfig,
-    PathText,
     ReportConfig,
-    Section,
     TrainConfig,
 )
 

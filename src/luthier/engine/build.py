@@ -17,6 +17,7 @@ from typing import Any, Literal, Required, TypedDict, Unpack
 import torch
 
 from luthier.adapters import LoraReport, apply_lora, finish_lora, is_adapter_weight, part_on_meta
+from luthier.adapters.rows import NewTokens
 from luthier.config import LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig
 from luthier.engine.balance import Balance
 from luthier.engine.logprobs import Head
@@ -104,6 +105,8 @@ class How(TypedDict, total=False):
     """The model's own random initialisation instead of the weights."""
     trust_remote_code: bool
     """Run code that the model's repository brings."""
+    tokens: NewTokens | None
+    """Whose rows of embedding and head train beside LoRA; none when left out."""
     seed: int
     """Of the random initialisation and of the adapters; 0 when left out."""
     activation_checkpointing: Policy
@@ -229,7 +232,7 @@ class _Plan:
     def lay_out(self, model: Any) -> None:
         adapter = self._how["adapter"]
         if adapter is not None:
-            self.lora = apply_lora(model, adapter, self.seed)
+            self.lora = apply_lora(model, adapter, self.seed, self._how.get("tokens"))
         self.dtype = model.dtype  # of its first weight, which on another stage may be one that is kept in fp32
         self.anatomy, self.limits, self.head = describe(model), limits_of(model), linear_head(model)
         tied = set(model.all_tied_weights_keys)
