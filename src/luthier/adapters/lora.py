@@ -37,6 +37,7 @@ class LoraReport:
         trained: full names of the modules that are trained whole.
         trainable: parameters that train.
         total: all parameters, adapters included, tied ones once.
+        quantized: what of the base is quantised, in a line.
     """
 
     adapters: int
@@ -45,12 +46,14 @@ class LoraReport:
     trained: tuple[str, ...]
     trainable: int
     total: int
+    quantized: str = ""
 
     def __str__(self) -> str:
         ranks = "/".join(str(rank) for rank in self.ranks)
         also = f", trained whole={','.join(self.trained)}" if self.trained else ""
         what = f"LoRA: {self.adapters} adapters (rank={ranks}, targets={','.join(self.targets)}{also})"
-        return f"{what}; {self.trainable:,} trainable of {self.total:,}"
+        line = f"{what}; {self.trainable:,} trainable of {self.total:,}"
+        return f"{line}; {self.quantized}" if self.quantized else line
 
 
 def apply_lora(model: Any, config: LoraConfig, seed: int = 0) -> LoraReport:
