@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from luthier.adapters.structure import wholly_trained
 from luthier.config import LoraConfig
 from luthier.errors import ConfigError
 from luthier.hf.anatomy import describe
 from luthier.hf.experts import find_experts
-from luthier.hf.nf4 import Nf4Weight, expected_bytes, kernels
+from luthier.hf.nf4 import expected_bytes, kernels
 from luthier.hf.packing import Packing, cut_blocks
 
 
@@ -120,15 +118,3 @@ def quantized_report(model: Any, names: Sequence[str], double: bool) -> Quantize
         if name.rpartition(".")[0] in owners:
             packed, of_bf16 = packed + size, of_bf16 + 2 * parameter.numel()
     return QuantizedReport(len(names), packed / of_bf16, base / base_bf16, len(find_experts(model)))
-
-
-def is_quantized(module: nn.Module) -> bool:
-    """Whether a layer's weight is quantised, or this rank's part of it."""
-    weight = module._parameters.get("weight")
-    return isinstance(weight.to_local() if isinstance(weight, DTensor) else weight, Nf4Weight)
-
-
-@torch.no_grad()
-def quantized_layers(model: nn.Module) -> list[str]:
-    """Full names of the linear layers that are quantised."""
-    return [name for name, module in model.named_modules() if is_quantized(module)]

@@ -160,7 +160,8 @@ def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: U
     if adapter is not None:
         alone = pipeline.run_alone if pipeline is not None else None
         found = finish_lora(model, adapter, seed, run=alone, part=mesh is not None)
-        lora = replace(found if mesh is None else plan.lora, quantized=plan.quantized)  # a rank sees its part alone
+        lora = found if mesh is None else lora  # a rank sees its part alone
+        lora = replace(lora or found, quantized=plan.quantized)
     if mesh is not None and mesh.fsdp is not None:
         sum_what_is_whole(model, mesh.fsdp)
     if mesh is None:
@@ -259,9 +260,12 @@ class _Plan:
                 accelerate_model(model)
             self._cut(model, self.mesh)
             if self.packing is not None:
-                here = set(model.state_dict())
-                self.packing.names = [name for name in self.packing.names if name in here]
+                self.packing.names = self._packed_here(model)
                 require_whole_blocks(model, self.packing.names)
+
+    def _packed_here(self, model: Any) -> list[str]:
+        here = model.state_dict().keys()
+        return [name for name in self.packing.names if name in here] if self.packing is not None else []
 
     def recompute_and_compile(self, model: Any, layers: Iterable[str]) -> None:
         checkpoint_activations(model, self._how.get("activation_checkpointing", "off"))
@@ -309,6 +313,7 @@ class _Plan:
                 expert_mesh=mesh.efsdp,
                 joined=joined_dims(model),
                 stacked=stacked_dims(model),
+                packed=[model.get_parameter(name) for name in self._packed_here(model)],
             )
 
 

@@ -40,7 +40,7 @@ def kernels() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    # It complains that a package is missing from which it would fetch a faster kernel, which nobody uses while training.
+    # It complains that a package is missing from which it would fetch a kernel for evaluation; here nobody uses that.
     said = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level = said.level
     said.setLevel(logging.ERROR)
@@ -86,12 +86,12 @@ class Nf4Weight(Tensor):
     Attributes:
         codes: uint8 [ceil(n / 2)], two numbers a byte, the first in the high bits.
         scales: [ceil(n / 64)], uint8 where they are quantised, else float32.
-        outer: of quantised scales.
+        common: of quantised scales.
     """
 
     codes: Tensor
     scales: Tensor
-    outer: Outer | None
+    common: Outer | None
 
     @staticmethod
     def __new__(
@@ -103,13 +103,12 @@ class Nf4Weight(Tensor):
         shape: torch.Size,
         dtype: torch.dtype,
     ) -> Nf4Weight:
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
-        return cast(Nf4Weight, self)
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
 
     def __init__(
         self, codes: Tensor, scales: Tensor, outer: Outer | None, *, shape: torch.Size, dtype: torch.dtype
     ) -> None:
-        self.codes, self.scales, self.outer = codes, scales, outer
+        self.codes, self.scales, self.common = codes, scales, outer
 
     def dense(self) -> Tensor:
         """The weight that it stands for, made anew."""
@@ -123,9 +122,9 @@ class Nf4Weight(Tensor):
 
     def float_scales(self) -> Tensor:
         """float32: the scale of each block."""
-        if self.outer is None:
+        if self.common is None:
             return self.scales
-        table, outer = _eight_bits(self.device), self.outer
+        table, outer = _eight_bits(self.device), self.common
         if outer.part is None:
             made = kernels().dequantize_blockwise.default(self.scales, outer.scales, table, _OUTER, torch.float32)
             return cast(Tensor, made) + outer.mean
@@ -138,18 +137,18 @@ class Nf4Weight(Tensor):
     @property
     def stored(self) -> int:
         """Bytes that it takes."""
-        outer = self.outer.scales.nbytes + self.outer.mean.nbytes if self.outer is not None else 0
+        outer = self.common.scales.nbytes + self.common.mean.nbytes if self.common is not None else 0
         return self.codes.nbytes + self.scales.nbytes + outer
 
     def made_of(self, change: Callable[[Tensor], Tensor], shape: torch.Size | None = None) -> Nf4Weight:
         """The same weight of changed tensors: copied, moved."""
-        outer = self.outer
+        outer = self.common
         if outer is not None:
             outer = replace(outer, scales=change(outer.scales), mean=change(outer.mean))
         size = self.shape if shape is None else shape
         return Nf4Weight(change(self.codes), change(self.scales), outer, shape=size, dtype=self.dtype)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Nf4Weight({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Nf4Weight:
@@ -169,7 +168,7 @@ class Nf4Weight(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
@@ -198,7 +197,7 @@ class Nf4Weight(Tensor):
 
     def _keeps(self, shape: Any) -> bool:
         """Whether so shaped it is still told by the same codes; of a part the place is counted in rows and columns."""
-        whole = self.outer is None or self.outer.part is None
+        whole = self.common is None or self.common.part is None
         return -1 not in shape and (whole or torch.Size(shape) == self.shape)
 
     def fsdp_pre_all_gather(
@@ -215,13 +214,12 @@ class Nf4Weight(Tensor):
             return None  # of the same memory
         codes, scales = gathered
         shape, place = metadata
-        outer = self.outer
+        outer = self.common
         if outer is not None and outer.part is not None:
             first, column, columns = outer.part
             first -= place * self.shape[0]
-            whole = first == 0 and len(outer.scales) == -(-(shape[0] * columns) // _OUTER) and scales.numel() == (
-                shape[0] * columns
-            )
+            blocks = shape[0] * columns
+            whole = first == 0 and scales.numel() == blocks and len(outer.scales) == -(-blocks // _OUTER)
             outer = replace(outer, part=None if whole else (first, column, columns))
         return Nf4Weight(codes, scales, outer, shape=shape, dtype=self.dtype), gathered
 

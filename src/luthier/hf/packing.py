@@ -10,7 +10,6 @@ of 64 is cut; the second quantisation is over all scales, which the ranks tell e
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from luthier.hf.gather import blocks, coordinate_of
 from luthier.hf.nf4 import BLOCK, Nf4Weight, Outer, codes_of, quantise, quantise_scales
@@ -79,8 +78,8 @@ class Packing:
                 continue
             made: Tensor = self.pack(local, parameter)
             if isinstance(parameter, DTensor):
-                size = {"shape": parameter.shape, "stride": parameter.stride()}
-                made = DTensor.from_local(made, parameter.device_mesh, parameter.placements, run_check=False, **size)
+                mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
+                made = DTensor.from_local(made, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
             module._parameters[leaf] = nn.Parameter(made, requires_grad=False)
 
 
@@ -129,32 +128,23 @@ def cut_blocks(parameter: Tensor) -> str | None:
     """
     if not isinstance(parameter, DTensor):
         return None
-    sizes = {0: 1, 1: 1}
-    for index, placement in enumerate(parameter.placements):
+    coordinate = coordinate_of(parameter, dist.get_rank())
+    assert coordinate is not None
+    if len(list(blocks(parameter, coordinate))) != 1:
+        return "its outputs are dealt out in several pieces"
+    ranks = {0: 1, 1: 1}
+    names = parameter.device_mesh.mesh_dim_names or ("",) * parameter.device_mesh.ndim
+    for index, (name, placement) in enumerate(zip(names, parameter.placements, strict=True)):
         if placement.is_replicate():
             continue
-        if not isinstance(placement, Shard):
-            return "its outputs are dealt out in several pieces"
-        sizes[placement.dim % parameter.ndim] *= parameter.device_mesh.size(index)
+        dim = placement.dim % parameter.ndim  # type: ignore[attr-defined]
+        if name in ("fsdp", "efsdp") and dim:
+            return "dp_shard and cp would cut its columns, since its rows are joined with others in checkpoints"
+        ranks[dim] *= parameter.device_mesh.size(index)
     rows, columns = parameter.shape
-    if rows % sizes[0]:
-        return f"its {rows} rows cannot be dealt evenly to {sizes[0]} ranks"
-    if sizes[0] * sizes[1] > 1 and (columns % BLOCK or (columns // sizes[1]) % BLOCK):
-        ranks = f" on {sizes[1]} ranks" if sizes[1] > 1 else ""
-        return f"its rows of {columns} numbers{ranks} are no whole blocks of {BLOCK}"
+    if rows % ranks[0]:
+        return f"its {rows} rows cannot be dealt evenly to {ranks[0]} ranks"
+    if ranks[0] * ranks[1] > 1 and columns % (ranks[1] * BLOCK):
+        here = f" on {ranks[1]} ranks" if ranks[1] > 1 else ""
+        return f"its rows of {columns} numbers{here} are no whole blocks of {BLOCK}"
     return None
-
-
-def packed_bytes(model: nn.Module, names: Collection[str]) -> tuple[int, int]:
-    """(bytes of the quantised layers with their biases, bytes that these would take in bf16), as far as they lie here."""
-    quantised = plain = 0
-    for name in names:
-        module = model.get_submodule(name.rpartition(".")[0])
-        for parameter in module._parameters.values():
-            if parameter is None:
-                continue
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            quantised += local.stored if isinstance(local, Nf4Weight) else local.nbytes
-            plain += 2 * math.prod(local.shape)
-    return quantised, plain
-
