@@ -83,3 +83,11 @@ class RunConfig(Section):
         if self.data.streaming and self.train.steps is None:
             raise ValueError("data.streaming needs train.steps, since the number of rows is not known")
         return self
+
+    @model_validator(mode="after")
+    def _quantised_weights_are_not_saved(self) -> RunConfig:
+        if self.checkpoint.trainable_only is False and self.adapter is not None and self.adapter.quantize:
+            raise ValueError(
+                "checkpoint.trainable_only: false would write a base that adapter.quantize has rounded; leave it out"
+            )
+        return self

@@ -118,6 +118,9 @@ class LoraConfig(Section):
     """Tokens whose rows of embedding and head train; what the tokenizer lacks is added to it."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the adapters; the base weight's when left out."""
+    quantize: Literal["nf4"] | None = None
+    """QLoRA: keep the linear layers of the frozen base in four bits; double_quantize their scales in eight."""
+    double_quantize: bool = True
     start_from: PathText | None = None
     """A directory with PEFT files (adapter_config.json, adapter_model.safetensors) to go on from."""
 
