@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
+from luthier.config.kinds import set_kind
 from luthier.config.methods import MethodConfig, SftConfig
 from luthier.config.sections import (
     AdamWConfig,
@@ -84,4 +85,9 @@ class RunConfig(Section):
     def _streaming_has_an_end(self) -> RunConfig:
         if self.data.streaming and self.train.steps is None:
             raise ValueError("data.streaming needs train.steps, since the number of rows is not known")
+        return self
+
+    @model_validator(mode="after")
+    def _rows_are_what_the_method_needs(self) -> RunConfig:
+        set_kind(self.data, self.method.rows)
         return self
