@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from luthier.config.base import PathText, Section
+from luthier.config.kinds import set_kind
 from luthier.config.methods import MethodConfig, SftConfig
 from luthier.config.schedules import ConstantSchedule, ScheduleConfig
 from luthier.config.sections import (
@@ -90,4 +91,9 @@ class RunConfig(Section):
             raise ValueError(
                 "checkpoint.trainable_only: false would write a base that adapter.quantize has rounded; leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_are_what_the_method_needs(self) -> RunConfig:
+        set_kind(self.data, self.method.rows)
         return self

@@ -12,6 +12,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    PrivateAttr,
     field_validator,
     model_validator,
 )
@@ -39,7 +40,8 @@ class SourceConfig(Section):
     kind: Literal["json", "csv", "parquet", "arrow", "text"] | None = None
     """Which files of a directory are read; all when left out."""
     format: str | None = None
-    """text, instruct, chat, random, or one's own as package.module:Class; told from the columns when left out."""
+    """text, instruct, chat, random, preference, ranked, unpaired, prompt, or package.module:Class; told from the
+    columns when left out."""
     column: str | None = None
     """The column that holds the text (format text) or the messages (format chat)."""
     columns: dict[str, str] = Field(default_factory=dict)
@@ -88,6 +90,7 @@ class DataConfig(Section):
     """Keep tokenised rows by content (under LUTHIER_CACHE, else the user's cache directory)."""
     chat_template: PathText | None = None
     """A Jinja file used instead of the tokenizer's own chat template."""
+    _kind: str = PrivateAttr("documents")  # see kinds.py
 
     @model_validator(mode="after")
     def _one_way_to_hold_out(self) -> DataConfig:
