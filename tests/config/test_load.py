@@ -131,6 +131,7 @@ def load_again(config: RunConfig, directory: Path) -> RunConfig:
 
 OTHER_VALUES = {
     "method.label_smoothing": "0.25",
+    "adapter.init": "pissa_niter_4",
     "model": "other/model",
     "data": "{train: [a.jsonl, {path: b.csv, weight: 0.5}]}",
     "data.train": "[{path: a.jsonl, columns: {input: question}, options: {least: 3}}]",

@@ -98,6 +98,8 @@ def _adapter(adapter: LoraConfig) -> Iterator[ConfigError]:
             yield _refusal("adapter.target", "PEFT knows no role experts", "name the modules")
         elif not _NAME.fullmatch(name) and len(adapter.target) > 1:
             yield _refusal("adapter.target", f"PEFT takes a pattern ({name}) only by itself", "use one pattern for all")
+    if adapter.init not in ("default", "gaussian", "orthogonal"):
+        yield _refusal("adapter.init", f"SFTTrainer's export of {adapter.init} is for another base", _OWN)
     for name in adapter.train_modules:
         if not _NAME.fullmatch(name):
             yield _refusal("adapter.train_modules", f"PEFT takes names and no patterns ({name})", "name the modules")
