@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from luthier.adapters import peft_experts
 from luthier.adapters.experts import Adapted, ExpertsAdapter, StackShape, adapted, stack_shape
-from luthier.adapters.layer import LoraSpec
+from luthier.adapters.layer import LoraSpec, is_adapter_weight
 from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, PeftConfig, peft_config_json, read_peft_config
+from luthier.adapters.rows import SUFFIX as ROWS
+from luthier.adapters.rows import attach_rows, ids_for_peft, in_order, rows_of, tie_rows, tokens_in_file
 from luthier.adapters.structure import (
     attach_all,
     both_ends_trained,
@@ -39,6 +41,8 @@ from luthier.hf.together import Group, exchange, global_rank, rank_in, together
 
 PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
+_LENGTHS = ".lora_magnitude_vector"
+"""PEFT's name for DoRA's lengths in files, which is not that of the parameter."""
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
@@ -97,6 +101,7 @@ def save_peft(
         # PEFT reads no dropout beside adapted parameters; it would only matter to who trains on.
         dropout=0.0 if parameters else max(spec.dropout for spec in specs.values()),
         rslora=any(spec.rslora for spec in specs.values()),
+        dora=any(spec.dora for spec in specs.values()),
         modules=trained,
         names=[name for name, _ in plain.named_modules()],
         parameters=parameters,
@@ -104,6 +109,7 @@ def save_peft(
         transposed=any(transposed for _, transposed, _ in told),
         base_model=base_model,
         revision=revision,
+        tokens=ids_for_peft(model),
     )
     target = Path(directory)
     leads = rank_in(group) == 0
@@ -137,6 +143,10 @@ def _own_tensors(model: Any, layers: Mapping[str, Adapted], trained: Sequence[st
         own[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A.weight
         up = layer.lora_B.weight if isinstance(layer, ExpertsAdapter) else layer.lora_B.effective.detach()
         own[f"{PREFIX}{name}.lora_B.weight"] = up
+        if not isinstance(layer, ExpertsAdapter) and layer.lora_spec.dora:
+            own[f"{PREFIX}{name}{_LENGTHS}"] = layer.lora_magnitude_vector.weight
+    for name, rows in rows_of(model).items():
+        own[f"{PREFIX}{name}{ROWS}"] = rows.trainable_tokens_delta
     inside = tuple(f"{name}." for name in trained)
     for key, value in model.state_dict(keep_vars=True).items():
         if (name := _WRAPPERS.sub("", key)).startswith(inside):
@@ -214,8 +224,11 @@ def load_peft(
     present = {name: layer.lora_spec.rank for name, layer in adapted(model)}
     if not present:
         attach_all(model, specs, trained, dtype)
+        if (tokens := tokens_in_file(config.tokens, model)) is not None:
+            attach_rows(model, tokens, dtype, trained)
     elif present != {name: spec.rank for name, spec in specs.items()}:
         raise ModelError("the model carries other adapters than these files hold", where=str(config.directory))
+    weights = in_order(config.tokens, weights, model)
     if not any(parameter.is_meta for parameter in model.parameters()):
         _fill(model, config, weights)
     elif _ends_differ(model, weights):
@@ -234,11 +247,12 @@ def load_part(model: Any, directory: str | Path) -> None:
     """
     config = read_peft_config(Path(directory))
     weights = peft_experts.from_file(model, config, _read_weights(config), part=True)
+    weights = in_order(config.tokens, weights, model)
     trained = wholly_trained(model)
     places = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for key, value in weights.items():
         name = key.replace(".base_layer.", ".")
-        ours = ".lora_A." in name or ".lora_B." in name or any(name.startswith(f"{whole}.") for whole in trained)
+        ours = ".lora_" in name or is_adapter_weight(name) or any(name.startswith(f"{whole}.") for whole in trained)
         if ours and name in places:  # else it is another stage's
             fill(places[name], value)
 
@@ -269,7 +283,8 @@ def _read_weights(config: PeftConfig) -> dict[str, Tensor]:
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         what = "it is damaged, or holds more than tensors"
         raise ModelError(what, where=str(file), remedy="fetch it again") from error
-    return {_WRAPPERS.sub("", key).removeprefix(PREFIX): value for key, value in raw.items()}
+    named = {_WRAPPERS.sub("", key).removeprefix(PREFIX): value for key, value in raw.items()}
+    return {f"{key}.weight" if key.endswith(_LENGTHS) else key: value for key, value in named.items()}
 
 
 def _specs(
@@ -307,8 +322,12 @@ def _specs(
     if not sides:
         raise ModelError("no key of the weights is a LoRA matrix", where=where)
     share = config.dropout if dropout is None else dropout
+    for name in sides if config.dora else ():
+        if f"{name}{_LENGTHS}.weight" not in weights:
+            raise ModelError(f"of {name} lora_magnitude_vector is missing, which use_dora promises", where=where)
+    way = (share, config.rslora, config.dora)
     return {
-        targets[name]: LoraSpec(sides[name]["A"].shape[-2], _alpha(config, targets[name]), share, config.rslora)
+        targets[name]: LoraSpec(sides[name]["A"].shape[-2], _alpha(config, targets[name]), *way)
         for name in shapes
         if name in sides
     }
@@ -325,10 +344,13 @@ def _fill(model: Any, config: PeftConfig, weights: dict[str, Tensor]) -> None:
     """Copy the values; what has no place is refused, unless it repeats what the base has anyway."""
     where = str(config.directory)
     settle_ties(model)
+    tie_rows(model)
     trained = wholly_trained(model)
     if _ends_differ(model, weights):
         untie(model)
     places = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    if rowless := [name for name in rows_of(model) if f"{name}{ROWS}" not in weights]:
+        raise ModelError(f"the rows of {rowless[0]} are missing, which {CONFIG_FILE} promises", where=where)
     missing = [name for name in _kept(model, trained) if name not in weights]
     if missing:
         raise ModelError(f"{missing[0]} is missing, which modules_to_save promises", where=where)
@@ -340,7 +362,7 @@ def _fill(model: Any, config: PeftConfig, weights: dict[str, Tensor]) -> None:
         if place.shape != value.shape:
             what = f"{key} is {list(value.shape)} and the model's is {list(place.shape)}"
             raise ModelError(what, where=where, remedy="was the vocabulary resized? Start from the resized model")
-        ours = ".lora_A." in name or ".lora_B." in name or any(name.startswith(f"{whole}.") for whole in trained)
+        ours = ".lora_" in name or is_adapter_weight(name) or any(name.startswith(f"{whole}.") for whole in trained)
         if ours:
             place.copy_(value)
         elif not torch.equal(place.cpu(), value.to(place.dtype)):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from luthier.config.load import check_config, dump_config, load_config
     from luthier.config.run import RunConfig
+    from luthier.config.schedules import ScheduleConfig
     from luthier.config.sections import (
         CheckpointConfig,
         DataConfig,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         OptimizerConfig,
         ParallelConfig,
         ReportConfig,
-        ScheduleConfig,
         SourceConfig,
         TrainConfig,
     )
@@ -43,7 +43,13 @@ __all__ = [
     "load_config",
 ]
 
-_HOMES = {"RunConfig": "run", "check_config": "load", "dump_config": "load", "load_config": "load"}
+_HOMES = {
+    "RunConfig": "run",
+    "ScheduleConfig": "schedules",
+    "check_config": "load",
+    "dump_config": "load",
+    "load_config": "load",
+}
 
 
 def __getattr__(name: str) -> Any:
