@@ -104,4 +104,6 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _rows_are_what_the_method_needs(self) -> RunConfig:
         set_kind(self.data, self.method.rows)
+        if self.data.streaming and getattr(self.method, "reference", "base") != "base":
+            raise ValueError("data.streaming needs method.reference: base, since rows that stream have no numbers")
         return self
