@@ -130,6 +130,8 @@ def load_again(config: RunConfig, directory: Path) -> RunConfig:
 
 
 OTHER_VALUES = {
+    "method.rewards": "[c:d]",
+    "method.weights": "[0.5]",
     "model": "other/model",
     "data": "{train: [a.jsonl, {path: b.csv, weight: 0.5}]}",
     "data.train": "[{path: a.jsonl, columns: {input: question}, options: {least: 3}}]",
@@ -139,7 +141,7 @@ OTHER_VALUES = {
     "data.validation.columns": "{input: question}",
     "data.validation.options": "{a: '1'}",
     "data.validation_fraction": "0.25",
-    "method": "sft",
+    "method": "{name: grpo, rewards: [a:b]}",
     "method.name": "sft",
     "adapter": "{kind: lora, rank: 3}",
     "adapter.kind": "lora",
@@ -176,6 +178,9 @@ COMPANIONS = {
     "train.rows_per_step": ["train.tokens_per_step=null"],
 }
 
+# What each way of training cannot do without.
+METHODS = {"grpo": "rewards: [a:b], filter_groups: true"}
+
 
 def companions(path: str) -> list[str]:
     found = [override for start, overrides in COMPANIONS.items() if path.startswith(start) for override in overrides]
@@ -193,6 +198,11 @@ def companions(path: str) -> list[str]:
     ]:
         if path == f"{section}.{key}":
             found = [f"{section}={{name: {name}}}"]
+    if path.startswith("method.") and path != "method.name":
+        method = shape_of(RunConfig).child("method")
+        owner = method.tags(next(section for section in method.sections if path[7:] in section.model_fields))[0]
+        more = [f", {METHODS[owner]}"] if owner in METHODS and path != "method.filter_groups" else [", rewards: [a:b]"]
+        found = [f"method={{name: {owner}{''.join(more)}}}"]
     if path == "schedule.points":
         found = ["schedule={name: piecewise, points: [[0, 1]]}"]
     return found

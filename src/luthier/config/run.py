@@ -83,3 +83,8 @@ class RunConfig(Section):
         if self.data.streaming and self.train.steps is None:
             raise ValueError("data.streaming needs train.steps, since the number of rows is not known")
         return self
+
+    @model_validator(mode="after")
+    def _goes_with_its_method(self) -> RunConfig:
+        self.method.check(self)
+        return self

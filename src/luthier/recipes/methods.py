@@ -27,6 +27,10 @@ def recipe_of(config: RunConfig) -> Recipe:
             from luthier.recipes import sft
 
             return sft
+        case "grpo":
+            from luthier.recipes import grpo
+
+            return grpo
 
 
 def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from luthier.config import RunConfig
-from luthier.data.loader import Loader, LoaderState, Rows, StreamRows
+from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, StreamRows
 from luthier.engine import randomness
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, random_states, read_record, reading
 from luthier.engine.state import TrainState
@@ -68,6 +68,10 @@ class Run:
     random_states: dict[str, Any] | None = None
     """Of the checkpoint that the run goes on from."""
     course: Course = field(default_factory=Course)
+    taken: StepBatch | None = None
+    """What the newest step was taken with."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What a recipe has made ready for all its steps, by name."""
 
     @property
     def data(self) -> dict[str, Any]:

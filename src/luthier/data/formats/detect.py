@@ -11,6 +11,7 @@ from luthier.config.sections import SourceConfig
 from luthier.data.formats.base import Format
 from luthier.data.formats.chat import MESSAGE_COLUMNS, ChatFormat
 from luthier.data.formats.instruct import ALIASES, PAIRS, InstructFormat
+from luthier.data.formats.prompt import PromptFormat
 from luthier.data.formats.random import RandomFormat
 from luthier.data.formats.text import TextFormat
 from luthier.errors import ConfigError, DataError, UserError
@@ -21,8 +22,9 @@ FORMATS: dict[str, Callable[[Tokenizer, SourceConfig], Format]] = {
     "instruct": InstructFormat,
     "chat": ChatFormat,
     "random": RandomFormat,
+    "prompt": PromptFormat,
 }
-_OPTIONS = {"text": ("rows",), "instruct": ("rows", "template"), "chat": ("rows",)}
+_OPTIONS = {"text": ("rows",), "instruct": ("rows", "template"), "chat": ("rows",), "prompt": ("rows",)}
 """Options of the formats that do not look after their own; `rows` says what a row of a text file is."""
 _WORKS = (
     "text (a column text), chat (messages or conversations), instruct (instruction and output, or prompt and "
@@ -94,7 +96,7 @@ def _refuse_unused(name: str, source: SourceConfig) -> None:
     """A setting that a format would not look at is a mistake of its user's, so it is not passed over."""
     if source.columns and name != "instruct":
         raise ConfigError(f"format {name} has no column map", where="data.*.columns", remedy="use data.*.column")
-    if source.column is not None and name not in ("text", "chat"):
+    if source.column is not None and name not in ("text", "chat", "prompt"):
         raise ConfigError(f"format {name} has not one column", where="data.*.column", remedy="use data.*.columns")
     if name in _OPTIONS:
         unknown = [option for option in source.options if option not in _OPTIONS[name]]
