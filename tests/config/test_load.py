@@ -132,6 +132,7 @@ def load_again(config: RunConfig, directory: Path) -> RunConfig:
 OTHER_VALUES = {
     "method.rewards": "[c:d]",
     "method.weights": "[0.5]",
+    "method.label_smoothing": "0.25",
     "model": "other/model",
     "data": "{train: [a.jsonl, {path: b.csv, weight: 0.5}]}",
     "data.train": "[{path: a.jsonl, columns: {input: question}, options: {least: 3}}]",
@@ -141,7 +142,7 @@ OTHER_VALUES = {
     "data.validation.columns": "{input: question}",
     "data.validation.options": "{a: '1'}",
     "data.validation_fraction": "0.25",
-    "method": "{name: grpo, rewards: [a:b]}",
+    "method": "sft",
     "method.name": "sft",
     "adapter": "{kind: lora, rank: 3}",
     "adapter.kind": "lora",
@@ -178,8 +179,8 @@ COMPANIONS = {
     "train.rows_per_step": ["train.tokens_per_step=null"],
 }
 
-# What each way of training cannot do without.
-METHODS = {"grpo": "rewards: [a:b], filter_groups: true"}
+# What a way of training cannot do without.
+METHODS = {"grpo": ", rewards: [a:b]"}
 
 
 def companions(path: str) -> list[str]:
@@ -199,10 +200,10 @@ def companions(path: str) -> list[str]:
         if path == f"{section}.{key}":
             found = [f"{section}={{name: {name}}}"]
     if path.startswith("method.") and path != "method.name":
-        method = shape_of(RunConfig).child("method")
-        owner = method.tags(next(section for section in method.sections if path[7:] in section.model_fields))[0]
-        more = [f", {METHODS[owner]}"] if owner in METHODS and path != "method.filter_groups" else [", rewards: [a:b]"]
-        found = [f"method={{name: {owner}{''.join(more)}}}"]
+        owner = next(s for s in shape_of(RunConfig).child("method").sections if path[7:] in s.model_fields)
+        name = shape_of(RunConfig).child("method").tags(owner)[0]
+        needed = METHODS.get(name, "") + (", filter_groups: true" if path == "method.resample" else "")
+        found = [f"method={{name: {name}{needed}}}"]
     if path == "schedule.points":
         found = ["schedule={name: piecewise, points: [[0, 1]]}"]
     return found

@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
 from luthier.config import RunConfig
-from luthier.config.methods import GrpoConfig
+from luthier.config.reinforcement import GrpoConfig
 from luthier.config.sections import SGDConfig
 from luthier.engine.build import build_state
 from luthier.engine.evaluate import logprobs_of
@@ -52,7 +52,7 @@ def groups() -> list[Group]:
         answers = [SamplingResult(ids(length), [], "stop") for length in (3, 7, 1 + number)]
         answers.append(SamplingResult(ids(LONGEST), [], "length"))
         values = torch.tensor(rewards, dtype=torch.float64)
-        found.append(Group(ids(4 + 3 * number), f"row {number}", answers, values[:, None], values, 1))
+        found.append(Group(ids(4 + 3 * number), f"row {number}", {}, answers, values[:, None], values, 1))
     return found
 
 

@@ -229,8 +229,6 @@ def test_rewards_that_are_not_there(place: Path, monkeypatch: pytest.MonkeyPatch
     [
         ({"parallel": {"tp": 2}}, "has no parallel.tp; use dp_shard"),
         ({"data": {"train": "rows.jsonl", "validation": "rows.jsonl"}}, "nothing on held-out rows"),
-        ({"data": {"train": "rows.jsonl", "streaming": True}}, "has no data.streaming"),
-        ({"data": {"train": "rows.jsonl", "too_long": "truncate"}}, "a prompt that is cut is another prompt"),
         (
             {"adapter": None, "method": {"name": "grpo", "rewards": ["a:b"], "beta": 0.1}},
             "beta holds the model to its base",

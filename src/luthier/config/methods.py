@@ -2,137 +2,94 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from luthier.config.sections import Section, SourceConfig
-
-if TYPE_CHECKING:
-    from luthier.config.run import RunConfig
+from luthier.config.kinds import Kind
+from luthier.config.reinforcement import GrpoConfig
+from luthier.config.sections import PathText, Section
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-class Method(Section):
-    """What every way of training has."""
-
-    def check(self, run: RunConfig) -> None:
-        """Refuse what this way of training cannot go with, and fill in what it decides about the rest of a run.
-
-        Raises:
-            ValueError: of what does not go together.
-        """
-
-
-class SftConfig(Method):
+class SftConfig(Section):
     """Supervised fine-tuning: weighted cross-entropy of what each row says."""
+
+    rows: ClassVar[Kind] = "documents"
+    """What a row of the data has to be."""
 
     name: Literal["sft"] = "sft"
 
 
-class GrpoConfig(Method):
-    """Group-relative policy optimisation (Shao et al. 2024, https://arxiv.org/abs/2402.03300): the model answers each
-    prompt several times, and answers better than their group's mean are made likelier. A step takes
-    `train.rows_per_step` prompts."""
+class _SharedPrompts(Section):
+    share_prompt: bool = True
+    """Run the prompt of a row's two answers once, forward and backward, where the model's layers allow it; the same
+    gradients either way."""
 
-    name: Literal["grpo"]
-    rewards: Annotated[list[str], BeforeValidator(_listed), Field(min_length=1)]
-    """Python functions, each as package.module:function or FILE.py:function, called with lists: `prompts`,
-    `completions`, `completion_ids` and the other columns of the rows by name; each gives a list of numbers (None: no
-    say)."""
-    weights: list[float] | None = None
-    """Of each reward in their sum; 1 each when left out."""
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Answers to each prompt."""
-    max_new_tokens: PositiveInt = 256
-    """An answer that has not ended by then is cut."""
-    stop: Annotated[list[str], BeforeValidator(_listed)] = []
-    """Strings that end an answer, beside the model's own end of a turn."""
-    temperature: Annotated[float, Field(ge=1e-3)] = 1.0
-    """Of sampling, and of the distribution that is trained."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: NonNegativeInt = 0
-    """0 for no limit."""
-    loss: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
-    """What the sum over tokens is divided by: grpo the length of each answer and their number; dapo and bnpo the tokens
-    of all answers of the step; dr_grpo the number of answers times max_new_tokens (Liu et al. 2025,
-    https://arxiv.org/abs/2503.20783)."""
-    ratio: Literal["token", "sequence"] = "token"
-    """Whose probability now over that when sampled is clipped: each token's, or the answer's geometric mean (GSPO,
-    Zheng et al. 2025, https://arxiv.org/abs/2507.18071)."""
-    epsilon_low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
-    """The ratio is clipped below 1 - epsilon_low."""
-    epsilon_high: NonNegativeFloat | None = None
-    """And above 1 + epsilon_high; as below when left out (DAPO takes 0.28, Yu et al. 2025,
-    https://arxiv.org/abs/2503.14476)."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Whose standard deviation rewards less their group's mean are divided by."""
-    beta: NonNegativeFloat = 0.0
-    """Weight of the divergence from the base model, which is the model without its adapters."""
-    unbiased_kl: bool = True
-    """Multiply the divergence by the ratio, so that its gradient is that of the reverse KL (DeepSeek-AI 2025,
-    https://arxiv.org/abs/2512.02556), as TRL does."""
-    filter_groups: bool = False
-    """Leave groups out whose rewards are all equal, as DAPO does: they teach nothing, and no longer count."""
-    resample: NonNegativeInt = 0
-    """How often such a group is sampled again, with other seeds, before it is left out."""
-    updates_per_sample: PositiveInt = 1
-    """Updates of the weights with the same answers; a step is all of them."""
-    mask_truncated: bool = False
-    """Do not train on answers that were cut at max_new_tokens."""
+
+class DpoConfig(_SharedPrompts):
+    """Direct preference optimisation (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290) on pairs of answers."""
+
+    rows: ClassVar[Kind] = "pairs"
+
+    name: Literal["dpo"]
+    beta: PositiveFloat = 0.1
+    """How strongly the model is held to the reference; ipo calls it tau."""
+    loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
+    """sigmoid; ipo (Azar et al. 2023); hinge (Zhao et al. 2023, SLiC); robust (Chowdhury et al. 2024)."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """The share of pairs that are taken to be the wrong way round (sigmoid: conservative DPO; robust)."""
+    reference: PathText = "precomputed"
+    """What answers are compared with: precomputed (the model before its first step, run over the rows once and kept);
+    base (the model without its adapter, run in every step); or another model, named as `model` is, run once."""
 
     @model_validator(mode="after")
-    def _holds_together(self) -> GrpoConfig:
-        if self.weights is not None and len(self.weights) != len(self.rewards):
-            raise ValueError(f"there are {len(self.rewards)} rewards and {len(self.weights)} weights")
-        if self.resample and not self.filter_groups:
-            raise ValueError("resample is for groups that filter_groups leaves out; set that to true")
+    def _smoothed(self) -> DpoConfig:
+        if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
+            raise ValueError(f"{self.loss} has no label smoothing; leave label_smoothing out, or use sigmoid or robust")
         return self
 
-    @property
-    def high(self) -> float:
-        """epsilon_high, as below when left out."""
-        return self.epsilon_low if self.epsilon_high is None else self.epsilon_high
 
-    def check(self, run: RunConfig) -> None:
-        """Rows are prompts."""
-        data = run.data
-        if data.streaming:
-            raise ValueError("grpo looks up the columns of a row for its rewards, so it has no data.streaming")
-        if data.validation is not None or data.validation_fraction is not None:
-            raise ValueError("grpo measures its reward at every step, and nothing on held-out rows; leave those out")
-        shared = [name for name in ("tp", "cp", "pp", "ep") if getattr(run.parallel, name) != 1]
-        if shared:
-            raise ValueError(
-                f"grpo samples with a whole copy of the model on each data rank, so it has no parallel.{shared[0]}; "
-                "use dp_shard or dp_replicate"
-            )
-        no_base = ("train_modules", "start_from", "dora", "new_tokens")
-        if self.beta and (run.adapter is None or any(getattr(run.adapter, name, None) for name in no_base)):
-            raise ValueError(
-                "method.beta holds the model to its base, which is there only beside fresh low-rank adapters: leave it "
-                f"at 0 in full fine-tuning and with {', '.join(f'adapter.{name}' for name in no_base)}"
-            )
-        if "too_long" not in data.model_fields_set:
-            data.too_long = "drop"
-        if data.too_long in ("truncate", "split"):
-            raise ValueError("a prompt that is cut is another prompt; set data.too_long to drop or raise")
-        _read_as("prompt", data.train or [])
+class OrpoConfig(_SharedPrompts):
+    """Odds-ratio preference optimisation (Hong et al. 2024, https://arxiv.org/abs/2403.07691): no reference."""
+
+    rows: ClassVar[Kind] = "pairs"
+
+    name: Literal["orpo"]
+    beta: PositiveFloat = 0.1
+    """Weight of the odds ratio beside the cross-entropy of the chosen answer (lambda in the paper)."""
+    train_on_prompt: bool = False
+    """Count the prompt in the cross-entropy too, as TRL does."""
 
 
-def _read_as(format_name: str, sources: list[SourceConfig]) -> None:
-    for source in sources:
-        source.format = source.format or format_name
+class SimpoConfig(_SharedPrompts):
+    """Simple preference optimisation (Meng et al. 2024, https://arxiv.org/abs/2405.14734): no reference."""
+
+    rows: ClassVar[Kind] = "pairs"
+
+    name: Literal["simpo"]
+    beta: PositiveFloat = 2.0
+    """Scale of the mean log-probability of an answer's tokens."""
+    gamma: NonNegativeFloat = 1.0
+    """The margin that the chosen answer is to have (TRL: simpo_gamma)."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """The share of pairs that are taken to be the wrong way round."""
+
+
+class KtoConfig(_SharedPrompts):
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306): answers with a label
+    each, good or bad."""
+
+    rows: ClassVar[Kind] = "labelled"
+
+    name: Literal["kto"]
+    beta: PositiveFloat = 0.1
+    """How strongly the model is held to the reference."""
+    desirable_weight: PositiveFloat = 1.0
+    """Weight of answers that are good."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight of answers that are bad."""
+    reference: PathText = "precomputed"
+    """As of dpo."""
 
 
 def _named(value: Any) -> Any:
@@ -141,4 +98,7 @@ def _named(value: Any) -> Any:
     return {"name": "sft", **value} if isinstance(value, dict) else value
 
 
-MethodConfig = Annotated[SftConfig | GrpoConfig, Field(discriminator="name"), BeforeValidator(_named)]
+MethodConfig = Annotated[
+    Annotated[SftConfig | DpoConfig | OrpoConfig | SimpoConfig | KtoConfig | GrpoConfig, Field(discriminator="name")],
+    BeforeValidator(_named),
+]

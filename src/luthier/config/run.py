@@ -8,6 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from luthier.config.base import PathText, Section
+from luthier.config.kinds import set_kind
+from luthier.config.method import Method
 from luthier.config.methods import MethodConfig, SftConfig
 from luthier.config.schedules import ConstantSchedule, ScheduleConfig
 from luthier.config.sections import (
@@ -85,6 +87,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _goes_with_its_method(self) -> RunConfig:
-        self.method.check(self)
+    def _quantised_weights_are_not_saved(self) -> RunConfig:
+        if self.checkpoint.trainable_only is False and self.adapter is not None and self.adapter.quantize:
+            raise ValueError(
+                "checkpoint.trainable_only: false would write a base that adapter.quantize has rounded; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_are_what_the_method_needs(self) -> RunConfig:
+        set_kind(self.data, self.method.rows)
+        if isinstance(self.method, Method):
+            self.method.check(self)
         return self

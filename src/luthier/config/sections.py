@@ -12,6 +12,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    PrivateAttr,
     field_validator,
     model_validator,
 )
@@ -39,7 +40,8 @@ class SourceConfig(Section):
     kind: Literal["json", "csv", "parquet", "arrow", "text"] | None = None
     """Which files of a directory are read; all when left out."""
     format: str | None = None
-    """text, instruct, chat, random, or one's own as package.module:Class; told from the columns when left out."""
+    """text, instruct, chat, random, preference, ranked, unpaired, prompt, or package.module:Class; told from the
+    columns when left out."""
     column: str | None = None
     """The column that holds the text (format text) or the messages (format chat)."""
     columns: dict[str, str] = Field(default_factory=dict)
@@ -88,6 +90,7 @@ class DataConfig(Section):
     """Keep tokenised rows by content (under LUTHIER_CACHE, else the user's cache directory)."""
     chat_template: PathText | None = None
     """A Jinja file used instead of the tokenizer's own chat template."""
+    _kind: str = PrivateAttr("documents")  # see kinds.py
 
     @model_validator(mode="after")
     def _one_way_to_hold_out(self) -> DataConfig:
@@ -118,6 +121,9 @@ class LoraConfig(Section):
     """Tokens whose rows of embedding and head train; what the tokenizer lacks is added to it."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the adapters; the base weight's when left out."""
+    quantize: Literal["nf4"] | None = None
+    """QLoRA: keep the linear layers of the frozen base in four bits; double_quantize their scales in eight."""
+    double_quantize: bool = True
     start_from: PathText | None = None
     """A directory with PEFT files (adapter_config.json, adapter_model.safetensors) to go on from."""
 

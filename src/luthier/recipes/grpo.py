@@ -16,7 +16,7 @@ import torch.distributed as dist
 from luthier.adapters.disabled import without_adapters
 from luthier.batch import Batch, Sample
 from luthier.config import RunConfig
-from luthier.config.methods import GrpoConfig
+from luthier.config.reinforcement import GrpoConfig
 from luthier.data.loader import StepBatch, pack
 from luthier.data.packing import microbatches
 from luthier.engine.evaluate import Evaluation, logprobs_of

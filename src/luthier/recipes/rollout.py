@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -14,11 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from luthier.batch import Batch
 from luthier.config import RunConfig
-from luthier.config.methods import GrpoConfig
-from luthier.config.sections import SourceConfig
-from luthier.data.formats.prompt import COLUMN, prompt_of
-from luthier.data.report import BadRow
-from luthier.data.sources import read_rows
+from luthier.config.reinforcement import GrpoConfig
 from luthier.engine.build import build_network
 from luthier.engine.state import TrainState
 from luthier.recipes.generate import stops_of
@@ -35,6 +31,7 @@ class Group:
     Attributes:
         prompt: its token ids.
         origin: where its row stands.
+        row: its columns; `prompt` is text or messages.
         answers: what was sampled.
         by_function: float64 [answers, functions], NaN where a function has no say.
         rewards: float64 [answers], their weighted sum; NaN where no function has a say.
@@ -43,6 +40,7 @@ class Group:
 
     prompt: list[int]
     origin: str
+    row: Mapping[str, Any] = field(default_factory=dict)
     answers: list[SamplingResult] = field(default_factory=list)
     by_function: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     rewards: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -71,7 +69,6 @@ class Rollouts:
         self._method, self._seed = config.method, config.seed
         self.functions = load_rewards(config.method.rewards)
         self._weights = torch.tensor(config.method.weights or [1.0] * len(self.functions), dtype=torch.float64)
-        self._rows = dict(_rows_of(config.data.train or []))
         self._model, self.refresh = _sampled_model(config, state)
         self._tokenizer = state.tokenizer
         self._stops = stops_of(self._model, self._tokenizer)
@@ -85,7 +82,7 @@ class Rollouts:
             step: the number of steps before this one; with the prompt it decides what is sampled.
         """
         self.refresh()
-        groups = [Group(*found) for batch in batches for found in _prompts(batch)]
+        groups = [group for batch in batches for group in _groups(batch)]
         seen: Counter[tuple[int, ...]] = Counter()
         places = []
         for group in groups:
@@ -126,7 +123,8 @@ class Rollouts:
         prompts, completions, ids, origins = [], [], [], []
         columns: dict[str, list[Any]] = {}
         for group in groups:
-            prompt, row = self._rows[group.origin]
+            row = {name: value for name, value in group.row.items() if name != "prompt"}
+            prompt = group.row["prompt"]
             for answer in group.answers:
                 text = str(self._tokenizer.decode(answer.tokens, skip_special_tokens=True))
                 prompts.append(prompt)
@@ -153,25 +151,12 @@ def _seed_of(seed: int, step: int, prompt: Sequence[int], place: int, tried: int
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
-def _prompts(batch: Batch) -> Iterator[tuple[list[int], str]]:
-    """Token ids and origins of the documents of a batch."""
-    ids, targets = batch.input_ids[0].tolist(), batch.targets[0].tolist()
-    for (start, end), origin in zip(pairwise(batch.cu_seqlens.tolist()), batch.origins, strict=True):
-        if float(batch.weights[0, start]):  # not the single position of a rank that just takes part
-            yield [*ids[start:end], targets[end - 1]], origin
-
-
-def _rows_of(sources: Sequence[SourceConfig]) -> Iterator[tuple[str, tuple[Any, dict[str, Any]]]]:
-    """Origin -> prompt as rewards are given it, and the other columns of the row."""
-    for source in sources:
-        for row, origin in read_rows(source):
-            if isinstance(row, BadRow):
-                continue
-            try:
-                prompt = prompt_of(row, source)
-            except BadRow:  # told or refused already, when the rows were tokenised
-                continue
-            yield str(origin), (prompt, {key: row[key] for key in row if key != (source.column or COLUMN)})
+def _groups(batch: Batch) -> Iterator[Group]:
+    """A group without answers for each row of a batch."""
+    ids = batch.input_ids[0].tolist()
+    for (start, end), origin, row in zip(pairwise(batch.cu_seqlens.tolist()), batch.origins, batch.rows, strict=True):
+        if row.meta:  # not the single position of a rank that just takes part
+            yield Group(ids[start:end], origin, row.meta)
 
 
 def _sampled_model(config: RunConfig, state: TrainState) -> tuple[Any, Callable[[], None]]:
