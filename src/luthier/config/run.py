@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from luthier.config.base import PathText, Section
 from luthier.config.kinds import set_kind
+from luthier.config.method import Method
 from luthier.config.methods import MethodConfig, SftConfig
 from luthier.config.schedules import ConstantSchedule, ScheduleConfig
 from luthier.config.sections import (
@@ -106,4 +107,6 @@ class RunConfig(Section):
         set_kind(self.data, self.method.rows)
         if self.data.streaming and getattr(self.method, "reference", "base") != "base":
             raise ValueError("data.streaming needs method.reference: base, since rows that stream have no numbers")
+        if isinstance(self.method, Method):
+            self.method.check(self)
         return self

@@ -43,6 +43,12 @@ def recipe_of(config: RunConfig) -> Recipe:
             from luthier.recipes import kto
 
             return kto
+        case "grpo":
+            from luthier.recipes import grpo
+
+            return grpo
+        case name:
+            raise ConfigError(f"{name} cannot train yet", where="method")
 
 
 def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:
