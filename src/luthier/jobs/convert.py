@@ -170,8 +170,6 @@ def carry_template(path: str, where: str, draft: Draft) -> None:
 
 def _adapter(lora: LoraConfig, draft: Draft) -> dict[str, Any]:
     at = f"{AT}.peft_config"
-    if lora.quantize_base:
-        draft.refuse(f"{at}.quantize_base", "is not offered yet", "leave it out: the base then stays in dtype")
     if lora.use_dora:
         draft.refuse(f"{at}.use_dora", "is not offered yet", "leave it out: plain LoRA is")
     target = _targets(lora, draft)
@@ -180,6 +178,9 @@ def _adapter(lora: LoraConfig, draft: Draft) -> dict[str, Any]:
         if (value := getattr(lora, f"lora_{name}")) is not None:
             adapter[name] = value
             draft.origins[f"adapter.{name}"] = f"{at}.lora_{name}"
+    if lora.quantize_base:
+        adapter["quantize"] = "nf4"
+        draft.origins["adapter.quantize"] = f"{at}.quantize_base"
     return adapter
 
 
