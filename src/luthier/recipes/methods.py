@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from luthier.config import RunConfig
 from luthier.data.loader import StepBatch
+from luthier.errors import ConfigError
 from luthier.recipes.run import Resume, Run
 
 
