@@ -190,9 +190,15 @@ def companions(path: str) -> list[str]:
         ("schedule", "wsd", "decay"),
         ("schedule", "wsd", "shape"),
         ("schedule", "wsd", "minimum"),
+        ("adapter", "prompt", "num_virtual_tokens"),
+        ("adapter", "prompt", "init"),
+        ("adapter", "prefix", "projection"),
+        ("adapter", "prefix", "encoder_hidden_size"),
+        ("adapter", "adaption_prompt", "adapter_len"),
+        ("adapter", "adaption_prompt", "adapter_layers"),
     ]:
         if path == f"{section}.{key}":
-            found = [f"{section}={{name: {name}}}"]
+            found = [f"{section}={{{'kind' if section == 'adapter' else 'name'}: {name}}}"]
     if path == "schedule.points":
         found = ["schedule={name: piecewise, points: [[0, 1]]}"]
     return found

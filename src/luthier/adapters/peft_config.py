@@ -158,7 +158,7 @@ def read_peft_config(directory: Path) -> PeftConfig:
     Raises:
         ModelError: there is none, it is no LoRA, or it uses a part of PEFT that is not supported here; it is named.
     """
-    file = _find(directory)
+    file = find_config(directory)
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         kind = raw.get("peft_type")
@@ -202,7 +202,8 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list) else [value]
 
 
-def _find(directory: Path) -> Path:
+def find_config(directory: Path) -> Path:
+    """`adapter_config.json` in a directory, or in the only one in it that has it."""
     if (directory / CONFIG_FILE).is_file():
         return directory / CONFIG_FILE
     inner = sorted(directory.glob(f"*/{CONFIG_FILE}")) if directory.is_dir() else []

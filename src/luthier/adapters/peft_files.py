@@ -268,18 +268,27 @@ def _saved_whole(model: Any, config: PeftConfig) -> list[str]:
 
 def _read_weights(config: PeftConfig) -> dict[str, Tensor]:
     """name in the model -> tensor, PEFT's and other tools' wrappings taken off the name."""
-    file = next((config.directory / name for name in WEIGHT_FILES if (config.directory / name).is_file()), None)
+    raw = read_tensors(config.directory)
+    return {_WRAPPERS.sub("", key).removeprefix(PREFIX): value for key, value in raw.items()}
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """Key -> tensor of the weights in a directory of PEFT files.
+
+    Raises:
+        ModelError: there are none, or they cannot be read.
+    """
+    file = next((directory / name for name in WEIGHT_FILES if (directory / name).is_file()), None)
     if file is None:
-        raise ModelError(f"there is no {WEIGHT_FILES[0]}", where=str(config.directory), remedy="fetch it again")
+        raise ModelError(f"there is no {WEIGHT_FILES[0]}", where=str(directory), remedy="fetch it again")
     try:
         if file.suffix == ".safetensors":
-            raw = load_file(file)
-        else:
-            raw = torch.load(file, map_location="cpu", weights_only=True)
+            return load_file(file)
+        found: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+        return found
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         what = "it is damaged, or holds more than tensors"
         raise ModelError(what, where=str(file), remedy="fetch it again") from error
-    return {_WRAPPERS.sub("", key).removeprefix(PREFIX): value for key, value in raw.items()}
 
 
 def _specs(

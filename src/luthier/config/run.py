@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
+from luthier.config.adapters import AdapterConfig
 from luthier.config.base import PathText, Section
 from luthier.config.methods import MethodConfig, SftConfig
 from luthier.config.schedules import ConstantSchedule, ScheduleConfig
@@ -16,7 +17,6 @@ from luthier.config.sections import (
     DataConfig,
     EvaluationConfig,
     GenerationConfig,
-    LoraConfig,
     MoeConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -41,7 +41,7 @@ class RunConfig(Section):
     data: DataConfig
     method: MethodConfig = Field(default_factory=SftConfig)
     """What the training minimises; a bare name is enough: `method: sft`."""
-    adapter: LoraConfig | None = None
+    adapter: AdapterConfig | None = None
     """Leave out for full fine-tuning."""
     optimizer: OptimizerConfig = Field(default_factory=AdamWConfig)
     schedule: ScheduleConfig = Field(default_factory=ConstantSchedule)
@@ -67,6 +67,11 @@ class RunConfig(Section):
     @classmethod
     def _home(cls, value: Path) -> Path:
         return value.expanduser()
+
+    @field_validator("adapter", mode="before")
+    @classmethod
+    def _default_adapter(cls, value: Any) -> Any:
+        return {"kind": "lora", **value} if isinstance(value, dict) else value
 
     @field_validator("optimizer", mode="before")
     @classmethod
