@@ -258,7 +258,7 @@ def test_keys_that_do_not_match_are_refused(change: Any, said: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("use_dora", True, "it uses use_dora, which is not supported"),
+        ("use_dora", True, "lora_magnitude_vector is missing, which use_dora promises"),
         ("lora_bias", True, "it uses lora_bias"),
         ("layer_replication", [[0, 1]], "it uses layer_replication"),
         ("target_parameters", ["mlp.experts.gate_up_proj"], "it adapts the parameter mlp.experts.gate_up_proj, which"),

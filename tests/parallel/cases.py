@@ -71,6 +71,31 @@ def adapted_reference(
     return expected
 
 
+def filed_reference(path: Path, config: PeftLora, directory: Path) -> Reference:
+    """What PEFT makes of `documents()`, in float64, under our names, with adapters of random values.
+
+    Args:
+        path: of the model.
+        config: of PEFT.
+        directory: where the adapters are saved, for `LoraConfig.start_from`.
+    """
+    peft = get_peft_model(plain_model(path, torch.float64), config, autocast_adapter_dtype=False)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_magnitude_vector" in name:
+                parameter.mul_(torch.rand(parameter.shape, generator=generator, dtype=torch.float64) + 0.5)
+            elif "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
+    peft.save_pretrained(str(directory), save_embedding_layers=False)
+    expected = reference(path, peft)
+    expected.gradients = {
+        name.removeprefix("base_model.model.").replace(".default", "").replace(".base_layer", ""): gradient
+        for name, gradient in expected.gradients.items()
+    }
+    return expected
+
+
 def microbatches(samples: Sequence[Sample], part: int, parts: int, count: int = 2) -> list[Batch]:
     """`count` packed microbatches of this data rank's rows, whose weights are those of the whole global batch."""
     factor = 1 / sum(float(sample.weights.sum()) for sample in samples)
@@ -133,7 +158,7 @@ def measure(
 ) -> dict[str, Any]:
     """Loss, gradients (whole, by name, of this rank's stage), norm and validation loss of one step on a layout."""
     state = ready(path, layout, adapter=lora, **how)
-    if lora is not None:
+    if lora is not None and lora.start_from is None:
         strengthen(state)
     mesh = state.mesh
     assert mesh is not None

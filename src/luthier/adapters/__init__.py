@@ -1,5 +1,6 @@
 """Adapters beside frozen weights: LoRA in place, merging, PEFT's files."""
 
+from luthier.adapters.dora import layer_factor
 from luthier.adapters.experts import Adapted, adapted
 from luthier.adapters.init import first_down, initialise_adapters
 from luthier.adapters.kinds import AdapterReport, adapter_of_files, apply_adapter, finish_adapter, save_peft
@@ -43,6 +44,7 @@ __all__ = [
     "freeze",
     "initialise_adapters",
     "is_adapter_weight",
+    "layer_factor",
     "load_peft",
     "merge",
     "merged_weight",

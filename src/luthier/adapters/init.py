@@ -12,7 +12,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from luthier.adapters.dora import initialise_magnitude
 from luthier.adapters.experts import ExpertsAdapter, adapted
+from luthier.adapters.layer import LoraLayer
 from luthier.hf.shards import fill
 
 
@@ -49,3 +51,5 @@ def initialise_adapters(model: nn.Module, seed: int) -> None:
         experts = layer.lora_shape.experts if isinstance(layer, ExpertsAdapter) else None
         fill(down, first_down(layer.lora_spec.rank, layer.lora_shape.inputs, name, seed, experts))
         up.zero_()
+        if isinstance(layer, LoraLayer) and layer.lora_spec.dora:
+            initialise_magnitude(layer)

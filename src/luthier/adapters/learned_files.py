@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, find_config
+from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, find_config, read_tensors
 from luthier.adapters.peft_files import PREFIX as PEFT
-from luthier.adapters.peft_files import read_tensors
 from luthier.adapters.prompt import VirtualTokens, adaptions_of, key_heads, prefixes_of
 from luthier.errors import ModelError
 from luthier.hf.gather import reshard

@@ -39,6 +39,7 @@ class LoraReport:
         trained: full names of the modules that are trained whole.
         trainable: parameters that train.
         total: all parameters, adapters included, tied ones once.
+        kind: LoRA or DoRA.
         tokens: whose rows train.
     """
 
@@ -48,13 +49,14 @@ class LoraReport:
     trained: tuple[str, ...]
     trainable: int
     total: int
+    kind: str = "LoRA"
     tokens: int = 0
 
     def __str__(self) -> str:
         ranks = "/".join(str(rank) for rank in self.ranks)
         also = f", trained whole={','.join(self.trained)}" if self.trained else ""
         also += f", rows of {self.tokens} tokens" if self.tokens else ""
-        what = f"LoRA: {self.adapters} adapters (rank={ranks}, targets={','.join(self.targets)}{also})"
+        what = f"{self.kind}: {self.adapters} adapters (rank={ranks}, targets={','.join(self.targets)}{also})"
         return f"{what}; {self.trainable:,} trainable of {self.total:,}"
 
 
@@ -83,7 +85,8 @@ def apply_lora(model: Any, config: LoraConfig, seed: int = 0, tokens: NewTokens 
         _agree_on_tokens(model, tokens)
     else:
         trained = resolve_modules(model, config.train_modules)
-        spec = LoraSpec(config.rank, config.alpha or 2.0 * config.rank, config.dropout, config.rslora)
+        alpha = config.alpha or 2.0 * config.rank
+        spec = LoraSpec(config.rank, alpha, config.dropout, config.rslora, config.dora)
         names = resolve_targets(model, config.target, without=trained)
         attach_all(model, dict.fromkeys(names, spec), trained, DTYPES.get(config.dtype or ""))
         if tokens is not None:
@@ -138,6 +141,7 @@ def report(model: Any, config: LoraConfig) -> LoraReport:
         trained=wholly_trained(model),
         trainable=sum(parameter.numel() for parameter in counted if parameter.requires_grad),
         total=sum(parameter.numel() for parameter in counted),
+        kind="DoRA" if any(layer.lora_spec.dora for layer in layers.values()) else "LoRA",
         tokens=len(next(iter(rows_of(model).values())).ids) if rows_of(model) else 0,
     )
 
@@ -155,7 +159,7 @@ def _is_asked(config: LoraConfig, name: str) -> bool:
 
 def _agree(config: LoraConfig, files: PeftConfig) -> None:
     """Refuse what the config says about the adapter's shape where the files say something else."""
-    for name, theirs in (("rank", files.rank), ("alpha", files.alpha), ("rslora", files.rslora)):
+    for name, theirs in (("rank", files.rank), ("alpha", files.alpha), ("rslora", files.rslora), ("dora", files.dora)):
         if _is_asked(config, name) and getattr(config, name) != theirs:
             raise ConfigError(
                 f"{getattr(config, name)} is asked for, and the adapter in {files.directory} has {theirs}",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from luthier.adapters.dora import factor, row_norms
 from luthier.adapters.experts import Adapted, LoraExperts, adapted, detach_experts, weight_names
 from luthier.adapters.layer import LoraLayer, detach, is_adapter_weight
 from luthier.adapters.prompt import learned
@@ -62,32 +63,41 @@ def merged_weight(layer: LoraLayer) -> tuple[Tensor, float]:
     Returns:
         a new tensor of the base weight's shape, dtype and device, and its deviation (`MergeReport.deviation`).
     """
-    return _merged(layer, layer.weight.detach(), layer.lora_A.weight.detach(), layer.lora_B.weight.detach())
+    return _merged(layer, *(layer.get_parameter(name.removeprefix(".")).detach() for name in weight_names("", layer)))
 
 
-def _merged(layer: Adapted, weight: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, float]:
+def _merged(
+    layer: Adapted, weight: Tensor, down: Tensor, up: Tensor, lengths: Tensor | None = None
+) -> tuple[Tensor, float]:
     """The same of whole matrices that were gathered from where a layer's parts lie."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     exactly = torch.float64 if weight.dtype.itemsize >= 4 else torch.float32
     if isinstance(layer, LoraLayer) and layer.lora_B.mask is not None:
         up = up * layer.lora_B.mask
-    left, right = (down.mT, up.mT) if layer.lora_shape.transposed else (up, down)
+    scale, transposed = layer.lora_spec.scale, layer.lora_shape.transposed
+    grown = None  # of a row; transposed: of a column
+    if lengths is not None:
+        grown = factor(lengths, row_norms(weight, down, up, scale, transposed))
+        grown = grown[None] if transposed else grown[:, None]
+    left, right = (down.mT, up.mT) if transposed else (up, down)
     merged = torch.empty_like(weight)
     error, largest = weight.new_zeros((), dtype=exactly), weight.new_zeros((), dtype=exactly)
     stacked = weight.dim() == 3  # a matrix an expert, taken one at a time
     for start in range(0, len(weight), 1 if stacked else _ROWS):
         rows: Any = start if stacked else slice(start, start + _ROWS)
         across = right[rows] if stacked else right
-        total = _sum(weight[rows], left[rows], across, layer.lora_spec.scale, wide)
+        by = grown if grown is None or transposed else grown[rows]
+        total = _sum(weight[rows], left[rows], across, scale, wide, by)
         merged[rows] = total
-        exact = total if exactly == wide else _sum(weight[rows], left[rows], across, layer.lora_spec.scale, exactly)
+        exact = total if exactly == wide else _sum(weight[rows], left[rows], across, scale, exactly, by)
         error = torch.maximum(error, (merged[rows].to(exactly) - exact).abs().max())
         largest = torch.maximum(largest, exact.abs().max())
     return merged, (error / largest).item() if largest > 0 else 0.0
 
 
-def _sum(weight: Tensor, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    return weight.to(dtype) + scale * (left.to(dtype) @ right.to(dtype))
+def _sum(weight: Tensor, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype, grown: Tensor | None) -> Tensor:
+    total = weight.to(dtype) + scale * (left.to(dtype) @ right.to(dtype))
+    return total if grown is None else total * grown
 
 
 def merge(model: Any) -> MergeReport:
@@ -141,7 +151,7 @@ class Merging:
 
     def __init__(self, model: Any) -> None:
         require_mergeable(model)
-        self._layers: dict[str, tuple[Adapted, tuple[str, str, str]]] = {}
+        self._layers: dict[str, tuple[Adapted, tuple[str, ...]]] = {}
         for name, layer in adapted(model):
             names = weight_names(_WRAPPERS.sub("", name), layer)
             self._layers[names[0]] = layer, names
@@ -156,7 +166,7 @@ class Merging:
             name: full name of a parameter or buffer.
 
         Returns:
-            an adapted layer's weight with its two matrices, None for one of these, otherwise the weight alone.
+            an adapted layer's weight with what adapts it, None for one of these, otherwise the weight alone.
         """
         if is_adapter_weight(name):
             return None
@@ -169,7 +179,7 @@ class Merging:
 
         Args:
             name: full name of the weight.
-            sources: it and the two matrices, whole.
+            sources: it and what adapts it, whole.
 
         Returns:
             a new tensor.

@@ -1,16 +1,23 @@
 """`adapter_config.json` of PEFT's LoRA: what of it is understood, what is refused by name, and what is written.
 
 The fields are those of PEFT 0.21 (https://huggingface.co/docs/peft/package_reference/lora); PEFT itself is not needed.
+The tensors beside it are read here as well, under their own names.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
 from luthier.errors import ModelError
 
@@ -69,7 +76,6 @@ _CHANGES_THE_RESULT = (
     "megatron_config",
     "monteclora_config",
     "use_bdlora",
-    "use_dora",
     "use_qalora",
     "velora_config",
 )
@@ -88,6 +94,7 @@ class PeftConfig:
         alphas: pattern -> alpha.
         dropout: while training.
         rslora: scale by alpha / sqrt(rank).
+        dora: there are lengths too.
         targets: names, or one regular expression, or "all-linear"; None when the file does not say.
         parameters: endings of the names of weights of experts that are adapted.
         exclude: names or one regular expression that are never adapted.
@@ -104,6 +111,7 @@ class PeftConfig:
     alphas: dict[str, float] = field(default_factory=dict)
     dropout: float = 0.0
     rslora: bool = False
+    dora: bool = False
     targets: Sequence[str] | str | None = None
     parameters: Sequence[str] = ()
     exclude: Sequence[str] | str = ()
@@ -183,6 +191,7 @@ def read_peft_config(directory: Path) -> PeftConfig:
             alphas={pattern: float(alpha) for pattern, alpha in (raw.get("alpha_pattern") or {}).items()},
             dropout=float(raw.get("lora_dropout") or 0.0),
             rslora=bool(raw.get("use_rslora")),
+            dora=bool(raw.get("use_dora")),
             targets=raw.get("target_modules"),
             parameters=_listed(raw.get("target_parameters")),
             exclude=raw.get("exclude_modules") or (),
@@ -221,6 +230,7 @@ def peft_config_json(
     alphas: dict[str, float],
     dropout: float,
     rslora: bool,
+    dora: bool,
     modules: Sequence[str],
     names: Iterable[str],
     parameters: Sequence[str],
@@ -237,6 +247,7 @@ def peft_config_json(
         alphas: the same -> its alpha.
         dropout: while training.
         rslora: scale by alpha / sqrt(rank).
+        dora: there are lengths too.
         modules: full names of the modules that are saved whole.
         names: full names of all modules of the model. Targets are written as the last parts of the names where these
             mean the very same layers, as other tools like it, and as full names otherwise.
@@ -259,6 +270,7 @@ def peft_config_json(
         "alpha_pattern": {name: _whole(value) for name, value in alphas.items() if value != alpha},
         "lora_dropout": dropout,
         "use_rslora": rslora,
+        "use_dora": dora,
         "target_modules": targets,
         "target_parameters": list(parameters) or None,
         "modules_to_save": list(modules) or None,
@@ -278,3 +290,22 @@ def _most_common(values: Iterable[Any]) -> Any:
 
 def _whole(value: float) -> int | float:
     return int(value) if float(value).is_integer() else value
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """Key -> tensor of the weights in a directory of PEFT files.
+
+    Raises:
+        ModelError: there are none, or they cannot be read.
+    """
+    file = next((directory / name for name in WEIGHT_FILES if (directory / name).is_file()), None)
+    if file is None:
+        raise ModelError(f"there is no {WEIGHT_FILES[0]}", where=str(directory), remedy="fetch it again")
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        found: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+        return found
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        what = "it is damaged, or holds more than tensors"
+        raise ModelError(what, where=str(file), remedy="fetch it again") from error

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from luthier.adapters import peft_experts
 from luthier.adapters.experts import Adapted, ExpertsAdapter, StackShape, adapted, stack_shape
 from luthier.adapters.layer import LoraSpec, is_adapter_weight
-from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, PeftConfig, peft_config_json, read_peft_config
+from luthier.adapters.peft_config import (
+    CONFIG_FILE,
+    WEIGHT_FILES,
+    PeftConfig,
+    peft_config_json,
+    read_peft_config,
+    read_tensors,
+)
 from luthier.adapters.rows import SUFFIX as ROWS
 from luthier.adapters.rows import attach_rows, ids_for_peft, in_order, rows_of, tie_rows, tokens_in_file
 from luthier.adapters.structure import (
@@ -41,6 +45,8 @@ from luthier.hf.together import Group, exchange, global_rank, rank_in, together
 
 PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
+_LENGTHS = ".lora_magnitude_vector"
+"""PEFT's name for DoRA's lengths in files, which is not that of the parameter."""
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
@@ -99,6 +105,7 @@ def save_peft(
         # PEFT reads no dropout beside adapted parameters; it would only matter to who trains on.
         dropout=0.0 if parameters else max(spec.dropout for spec in specs.values()),
         rslora=any(spec.rslora for spec in specs.values()),
+        dora=any(spec.dora for spec in specs.values()),
         modules=trained,
         names=[name for name, _ in plain.named_modules()],
         parameters=parameters,
@@ -140,6 +147,8 @@ def _own_tensors(model: Any, layers: Mapping[str, Adapted], trained: Sequence[st
         own[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A.weight
         up = layer.lora_B.weight if isinstance(layer, ExpertsAdapter) else layer.lora_B.effective.detach()
         own[f"{PREFIX}{name}.lora_B.weight"] = up
+        if not isinstance(layer, ExpertsAdapter) and layer.lora_spec.dora:
+            own[f"{PREFIX}{name}{_LENGTHS}"] = layer.lora_magnitude_vector.weight
     for name, rows in rows_of(model).items():
         own[f"{PREFIX}{name}{ROWS}"] = rows.trainable_tokens_delta
     inside = tuple(f"{name}." for name in trained)
@@ -247,8 +256,7 @@ def load_part(model: Any, directory: str | Path) -> None:
     places = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for key, value in weights.items():
         name = key.replace(".base_layer.", ".")
-        ours = is_adapter_weight(name) or ".lora_A." in name or ".lora_B." in name
-        ours = ours or any(name.startswith(f"{whole}.") for whole in trained)
+        ours = is_adapter_weight(name) or ".lora_" in name or any(name.startswith(f"{whole}.") for whole in trained)
         if ours and name in places:  # else it is another stage's
             fill(places[name], value)
 
@@ -269,26 +277,8 @@ def _saved_whole(model: Any, config: PeftConfig) -> list[str]:
 def _read_weights(config: PeftConfig) -> dict[str, Tensor]:
     """name in the model -> tensor, PEFT's and other tools' wrappings taken off the name."""
     raw = read_tensors(config.directory)
-    return {_WRAPPERS.sub("", key).removeprefix(PREFIX): value for key, value in raw.items()}
-
-
-def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Key -> tensor of the weights in a directory of PEFT files.
-
-    Raises:
-        ModelError: there are none, or they cannot be read.
-    """
-    file = next((directory / name for name in WEIGHT_FILES if (directory / name).is_file()), None)
-    if file is None:
-        raise ModelError(f"there is no {WEIGHT_FILES[0]}", where=str(directory), remedy="fetch it again")
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        found: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-        return found
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        what = "it is damaged, or holds more than tensors"
-        raise ModelError(what, where=str(file), remedy="fetch it again") from error
+    named = {_WRAPPERS.sub("", key).removeprefix(PREFIX): value for key, value in raw.items()}
+    return {f"{key}.weight" if key.endswith(_LENGTHS) else key: value for key, value in named.items()}
 
 
 def _specs(
@@ -326,8 +316,12 @@ def _specs(
     if not sides:
         raise ModelError("no key of the weights is a LoRA matrix", where=where)
     share = config.dropout if dropout is None else dropout
+    for name in sides if config.dora else ():
+        if f"{name}{_LENGTHS}.weight" not in weights:
+            raise ModelError(f"of {name} lora_magnitude_vector is missing, which use_dora promises", where=where)
+    way = (share, config.rslora, config.dora)
     return {
-        targets[name]: LoraSpec(sides[name]["A"].shape[-2], _alpha(config, targets[name]), share, config.rslora)
+        targets[name]: LoraSpec(sides[name]["A"].shape[-2], _alpha(config, targets[name]), *way)
         for name in shapes
         if name in sides
     }
@@ -362,8 +356,7 @@ def _fill(model: Any, config: PeftConfig, weights: dict[str, Tensor]) -> None:
         if place.shape != value.shape:
             what = f"{key} is {list(value.shape)} and the model's is {list(place.shape)}"
             raise ModelError(what, where=where, remedy="was the vocabulary resized? Start from the resized model")
-        ours = is_adapter_weight(name) or ".lora_A." in name or ".lora_B." in name
-        ours = ours or any(name.startswith(f"{whole}.") for whole in trained)
+        ours = is_adapter_weight(name) or ".lora_" in name or any(name.startswith(f"{whole}.") for whole in trained)
         if ours:
             place.copy_(value)
         elif not torch.equal(place.cpu(), value.to(place.dtype)):

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from luthier.config.base import PathText, Section
-from luthier.config.sections import LoraConfig
+from luthier.config.sections import LoraConfig, PathText, Section
 
 
 class _Learned(Section):

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from luthier.config.adapters import AdapterConfig
-from luthier.config.base import PathText, Section
 from luthier.config.methods import MethodConfig, SftConfig
 from luthier.config.schedules import ConstantSchedule, ScheduleConfig
 from luthier.config.sections import (
@@ -20,7 +19,9 @@ from luthier.config.sections import (
     MoeConfig,
     OptimizerConfig,
     ParallelConfig,
+    PathText,
     ReportConfig,
+    Section,
     TrainConfig,
 )
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import os.path
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -16,13 +19,35 @@ from pydantic import (
     model_validator,
 )
 
-from luthier.config.base import Fraction, PathText, Section, one_or_many
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+"""Text that may name a file: a leading `~` is the home directory; relative paths start at the working directory."""
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, and so are values of another type than the field's."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=False, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    shorthand: ClassVar[str | None] = None
+    """The key that is meant when a bare text or list stands where this section is expected."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _long_form(cls, value: Any) -> Any:
+        return {cls.shorthand: value} if cls.shorthand and isinstance(value, str | list) else value
 
 
 def _no_zero(value: int) -> int:
     if value == 0:
         raise ValueError("must be 1 or more, or -1 for whatever ranks are left")
     return value
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict | Section) else value
 
 
 class SourceConfig(Section):
@@ -56,7 +81,7 @@ class SourceConfig(Section):
     """Of a format of one's own; text files: rows (paragraph, line, file); instruct: template (chat, plain); random."""
 
 
-Sources = Annotated[list[SourceConfig], BeforeValidator(one_or_many), Field(min_length=1)]
+Sources = Annotated[list[SourceConfig], BeforeValidator(_one_or_many), Field(min_length=1)]
 
 
 class DataConfig(Section):
@@ -108,11 +133,13 @@ class LoraConfig(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
-    target: Annotated[list[str], BeforeValidator(one_or_many), Field(min_length=1)] = ["attn", "mlp"]
+    dora: bool = False
+    """Train each output's length beside the low-rank direction (Liu et al. 2024, https://arxiv.org/abs/2402.09353)."""
+    target: Annotated[list[str], BeforeValidator(_one_or_many), Field(min_length=1)] = ["attn", "mlp"]
     """Roles (attn, mlp, experts alone, unembed), all-linear, module names (q_proj), or patterns of full names."""
-    train_modules: Annotated[list[str], BeforeValidator(one_or_many)] = []
+    train_modules: Annotated[list[str], BeforeValidator(_one_or_many)] = []
     """Modules trained in full beside the adapters, by name or regular expression."""
-    new_tokens: Annotated[list[str], BeforeValidator(one_or_many)] = []
+    new_tokens: Annotated[list[str], BeforeValidator(_one_or_many)] = []
     """Tokens whose rows of embedding and head train; what the tokenizer lacks is added to it."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the adapters; the base weight's when left out."""
@@ -298,7 +325,7 @@ class EvaluationConfig(Section):
 
 
 class ReportConfig(Section):
-    trackers: Annotated[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]], BeforeValidator(one_or_many)] = []
+    trackers: Annotated[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]], BeforeValidator(_one_or_many)] = []
     """Besides metrics.jsonl, which is always written."""
     project: str = "luthier"
     every: PositiveInt = 1

@@ -26,9 +26,21 @@ from luthier.hf.joined import joined_dims
 from luthier.hf.linear import linear_shape
 from luthier.hf.plans import TensorPlan, tensor_plan
 from luthier.losses.vocabulary_parallel import VocabularyShard
-from luthier.parallel.regions import Ring, cut, even, gather, gather_partial
+from luthier.parallel.regions import Ring, cut, even, gather, gather_partial, total
 from luthier.parallel.sequence import Slices, sequence_plan
-from luthier.parallel.styles import CHANGES_HANDS, COLWISE, POSITIONS, Lie, Shared, Style, is_known, lie, lie_of_adapter
+from luthier.parallel.styles import (
+    ADAPTER_PARTS,
+    CHANGES_HANDS,
+    COLWISE,
+    POSITIONS,
+    ROWWISE,
+    Lie,
+    Shared,
+    Style,
+    is_known,
+    lie,
+    lie_of_adapter,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +92,9 @@ def shard(
                 made[id(parameter)] = nn.Parameter(own, requires_grad=parameter.requires_grad)
             module._parameters[key] = made[id(parameter)]
             hands.parts.append((module, key, how))
+        parent, _, leaf = name.rpartition(".")
+        if leaf == "lora_magnitude_vector" and styles.get(parent) in ROWWISE:
+            cast(Any, module).total = functools.partial(total, ring=ring)  # each rank knows a part of every row
     head, layers = describe(model).head, set(describe(model).layers)
     for name, style in styles.items():
         if (module := modules.get(name)) is not None and style in CHANGES_HANDS:
@@ -183,7 +198,7 @@ def _owners(model: Any) -> list[str]:
 
 def _lie(modules: dict[str, nn.Module], styles: dict[str, str], name: str, key: str, parameter: Tensor) -> Lie:
     parent, _, leaf = name.rpartition(".")
-    if leaf in ("lora_A", "lora_B") and parent in modules:
+    if leaf in ADAPTER_PARTS and parent in modules:
         return lie_of_adapter(styles.get(parent), leaf)
     if leaf == "token_adapter":  # rows of single tokens: the table's are used alike by all, a cut head's each in part
         return Lie(Replicate(), partial=styles.get(parent) in COLWISE)

@@ -97,6 +97,7 @@ def train(config: RunConfig) -> int:
             lora_alpha=alpha,
             lora_dropout=config.adapter.dropout,
             use_rslora=config.adapter.rslora,
+            use_dora=config.adapter.dora,
             target_modules=targets(config.adapter),
             modules_to_save=list(config.adapter.train_modules) or None,
             task_type="CAUSAL_LM",
