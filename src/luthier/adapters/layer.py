@@ -20,6 +20,7 @@ from luthier.adapters.products import low_rank_products
 from luthier.adapters.rows import SUFFIX as ROWS
 from luthier.adapters.siblings import Siblings
 from luthier.hf.linear import LinearShape, linear_shape
+from luthier.hf.nf4 import Nf4Weight
 
 _PLAIN = (nn.Parameter, Tensor)
 """A parameter, or this rank's part of one while a forward runs."""
@@ -127,7 +128,7 @@ class LoraLayer(nn.Module):
             self.lora_shape.plain
             and not torch.compiler.is_compiling()
             and type(x) is Tensor
-            and type(self.weight) in _PLAIN
+            and type(self.weight) in (*_PLAIN, Nf4Weight)
             and type(self.lora_A.weight) in _PLAIN
             and x.dtype == self.weight.dtype
             and x.is_contiguous()

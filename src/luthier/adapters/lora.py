@@ -41,6 +41,7 @@ class LoraReport:
         total: all parameters, adapters included, tied ones once.
         kind: LoRA or DoRA.
         tokens: whose rows train.
+        quantized: what of the base is quantised, in a line.
     """
 
     adapters: int
@@ -51,13 +52,15 @@ class LoraReport:
     total: int
     kind: str = "LoRA"
     tokens: int = 0
+    quantized: str = ""
 
     def __str__(self) -> str:
         ranks = "/".join(str(rank) for rank in self.ranks)
         also = f", trained whole={','.join(self.trained)}" if self.trained else ""
         also += f", rows of {self.tokens} tokens" if self.tokens else ""
         what = f"{self.kind}: {self.adapters} adapters (rank={ranks}, targets={','.join(self.targets)}{also})"
-        return f"{what}; {self.trainable:,} trainable of {self.total:,}"
+        line = f"{what}; {self.trainable:,} trainable of {self.total:,}"
+        return f"{line}; {self.quantized}" if self.quantized else line
 
 
 def apply_lora(model: Any, config: LoraConfig, seed: int = 0, tokens: NewTokens | None = None) -> LoraReport:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from luthier.adapters.dora import factor, row_norms
 from luthier.adapters.experts import Adapted, LoraExperts, adapted, detach_experts, weight_names
@@ -23,6 +23,7 @@ from luthier.adapters.rows import folded, merge_rows, rows_of
 from luthier.adapters.structure import untie
 from luthier.errors import ConfigError
 from luthier.hf.anatomy import describe
+from luthier.hf.nf4 import Nf4Weight, dense
 from luthier.hf.together import Group, exchange
 
 _ROWS = 4096
@@ -63,7 +64,8 @@ def merged_weight(layer: LoraLayer) -> tuple[Tensor, float]:
     Returns:
         a new tensor of the base weight's shape, dtype and device, and its deviation (`MergeReport.deviation`).
     """
-    return _merged(layer, *(layer.get_parameter(name.removeprefix(".")).detach() for name in weight_names("", layer)))
+    names = [name.removeprefix(".") for name in weight_names("", layer)]
+    return _merged(layer, *(dense(layer.get_parameter(name).detach()) for name in names))
 
 
 def _merged(
@@ -104,7 +106,7 @@ def merge(model: Any) -> MergeReport:
     """Fold every adapter into its base weight and remove it; the classes of the layers are the base's again.
 
     A head that carries an adapter and shares the embedding's weight gets a weight of its own, and the model's config
-    says so: the embedding does not change.
+    says so: the embedding does not change. What was quantised and adapted is a plain weight afterwards.
 
     Args:
         model: a Transformers model with adapters in place.
@@ -119,8 +121,11 @@ def merge(model: Any) -> MergeReport:
     deviations = {}
     for name, layer in list(adapted(model)):
         places = [model.get_parameter(key) for key in weight_names(name, layer)]
-        merged, deviations[name] = _merged(layer, *(place.detach() for place in places))
-        places[0].data.copy_(merged)
+        merged, deviations[name] = _merged(layer, *(dense(place.detach()) for place in places))
+        if isinstance(layer, LoraLayer) and isinstance(places[0], Nf4Weight):
+            layer.weight = nn.Parameter(merged, requires_grad=False)
+        else:
+            places[0].data.copy_(merged)
         if isinstance(layer, LoraLayer):
             detach(layer)
     for module in [module for module in model.modules() if isinstance(module, LoraExperts)]:

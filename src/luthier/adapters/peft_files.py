@@ -256,7 +256,7 @@ def load_part(model: Any, directory: str | Path) -> None:
     places = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for key, value in weights.items():
         name = key.replace(".base_layer.", ".")
-        ours = is_adapter_weight(name) or ".lora_" in name or any(name.startswith(f"{whole}.") for whole in trained)
+        ours = ".lora_" in name or is_adapter_weight(name) or any(name.startswith(f"{whole}.") for whole in trained)
         if ours and name in places:  # else it is another stage's
             fill(places[name], value)
 
@@ -356,7 +356,7 @@ def _fill(model: Any, config: PeftConfig, weights: dict[str, Tensor]) -> None:
         if place.shape != value.shape:
             what = f"{key} is {list(value.shape)} and the model's is {list(place.shape)}"
             raise ModelError(what, where=where, remedy="was the vocabulary resized? Start from the resized model")
-        ours = is_adapter_weight(name) or ".lora_" in name or any(name.startswith(f"{whole}.") for whole in trained)
+        ours = ".lora_" in name or is_adapter_weight(name) or any(name.startswith(f"{whole}.") for whole in trained)
         if ours:
             place.copy_(value)
         elif not torch.equal(place.cpu(), value.to(place.dtype)):

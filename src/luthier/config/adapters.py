@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from luthier.config.sections import LoraConfig, PathText, Section
+from luthier.config.base import PathText, Section
+from luthier.config.sections import LoraConfig
 
 
 class _Learned(Section):

@@ -141,7 +141,7 @@ def _asked(
     if wanted.side_by_side is None:
         return {"rows": len(questions), **means}
     other = config if wanted.base is None else config.model_copy(update={"model": wanted.base, "revision": None})
-    others = tokenizer if wanted.base is None else tokenizer_of(other)
+    others = tokenizer_of(other)
     base_model = inference_network(other, network.device, None).model
     base = answers_to(base_model, others, questions, title="answering without the training", **how)
     scores["base"] = measured(metrics, questions, base)
