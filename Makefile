@@ -19,10 +19,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 export PYTHONDONTWRITEBYTECODE :=
 HAS_CUDA := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test soak test-postgresql load fuzz matrix adapters bench lint format reference sizes presets manifests clean
+.PHONY: help demo examples test soak test-postgresql load fuzz matrix adapters bench lint format reference sizes presets manifests clean
 
 help:
 	@echo "make demo       train a small real model on the data that comes with Luthier, and ask it before and after"
+	@echo "make examples   every run under examples/, a few steps each on tiny models"
 	@echo "make test       all tests, offline"
 	@echo "make soak       the tests that kill and repeat, to their promised size: 20 kills of a run, 5 of a server"
 	@echo "make test-postgresql  the server's tests on PostgreSQL (needs Debian's package postgresql)"
@@ -42,6 +43,12 @@ help:
 
 demo: .venv/.demo
 	$(BIN)/luthier demo
+
+examples: .venv/.test
+	@for file in examples/*.yaml; do \
+		echo "luthier train $$file"; \
+		HF_HUB_OFFLINE=1 $(BIN)/luthier train $$file --resume never; \
+	done
 
 test: .venv/.test
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

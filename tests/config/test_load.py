@@ -131,6 +131,7 @@ def load_again(config: RunConfig, directory: Path) -> RunConfig:
 
 OTHER_VALUES = {
     "adapter.init": "pissa_niter_4",
+    "method.label_smoothing": "0.25",
     "model": "other/model",
     "data": "{train: [a.jsonl, {path: b.csv, weight: 0.5}]}",
     "data.train": "[{path: a.jsonl, columns: {input: question}, options: {least: 3}}]",
@@ -194,6 +195,9 @@ def companions(path: str) -> list[str]:
     ]:
         if path == f"{section}.{key}":
             found = [f"{section}={{name: {name}}}"]
+    if path.startswith("method.") and path != "method.name":
+        owner = next(s for s in shape_of(RunConfig).child("method").sections if path[7:] in s.model_fields)
+        found = [f"method={{name: {shape_of(RunConfig).child('method').tags(owner)[0]}}}"]
     if path == "schedule.points":
         found = ["schedule={name: piecewise, points: [[0, 1]]}"]
     return found

@@ -14,7 +14,9 @@ from luthier.adapters.layer import (
 )
 from luthier.adapters.lora import LoraReport, apply_lora, finish_lora, report
 from luthier.adapters.merge import MergeReport, Merging, merge, merged_weight
-from luthier.adapters.peft_files import load_peft, save_peft
+from luthier.adapters.peft_files import load_peft
+from luthier.adapters.peft_save import save_peft
+from luthier.adapters.quantized import packing_of, quantizable, quantized_report, require_whole_blocks
 from luthier.adapters.siblings import find_siblings, passed_by
 from luthier.adapters.structure import attach_all, beside, freeze, part_on_meta, untie, wholly_trained
 from luthier.adapters.targets import resolve_modules, resolve_targets
@@ -43,9 +45,13 @@ __all__ = [
     "load_peft",
     "merge",
     "merged_weight",
+    "packing_of",
     "part_on_meta",
     "passed_by",
+    "quantizable",
+    "quantized_report",
     "report",
+    "require_whole_blocks",
     "resolve_modules",
     "resolve_targets",
     "save_peft",

@@ -17,8 +17,10 @@ from torch.nn import functional as F
 
 from luthier.adapters.dora import Magnitude, dropped, rescaled
 from luthier.adapters.products import low_rank_products
+from luthier.adapters.rows import SUFFIX as ROWS
 from luthier.adapters.siblings import Siblings
 from luthier.hf.linear import LinearShape, linear_shape
+from luthier.hf.nf4 import Nf4Weight
 
 _PLAIN = (nn.Parameter, Tensor)
 """A parameter, or this rank's part of one while a forward runs."""
@@ -128,7 +130,7 @@ class LoraLayer(nn.Module):
             self.lora_shape.plain
             and not torch.compiler.is_compiling()
             and type(x) is Tensor
-            and type(self.weight) in _PLAIN
+            and type(self.weight) in (*_PLAIN, Nf4Weight)
             and type(self.lora_A.weight) in _PLAIN
             and x.dtype == self.weight.dtype
             and x.is_contiguous()
@@ -232,5 +234,5 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a parameter's full name is that of an adapter's matrix, or of its lengths."""
-    return name.endswith((".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector.weight"))
+    """Whether a parameter's full name is that of an adapter's matrix, of its lengths, or of rows of single tokens."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector.weight", ROWS))

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from luthier.adapters.dora import factor, row_norms
 from luthier.adapters.experts import Adapted, LoraExperts, adapted, detach_experts, weight_names
 from luthier.adapters.layer import LoraLayer, detach, is_adapter_weight
+from luthier.adapters.rows import SUFFIX as ROWS
+from luthier.adapters.rows import folded, merge_rows, rows_of
 from luthier.adapters.structure import untie
 from luthier.hf.anatomy import describe
+from luthier.hf.nf4 import Nf4Weight, dense
 from luthier.hf.together import Group, exchange
 
 _ROWS = 4096
@@ -59,7 +62,8 @@ def merged_weight(layer: LoraLayer) -> tuple[Tensor, float]:
     Returns:
         a new tensor of the base weight's shape, dtype and device, and its deviation (`MergeReport.deviation`).
     """
-    return _merged(layer, *(layer.get_parameter(name.removeprefix(".")).detach() for name in weight_names("", layer)))
+    names = [name.removeprefix(".") for name in weight_names("", layer)]
+    return _merged(layer, *(dense(layer.get_parameter(name).detach()) for name in names))
 
 
 def _merged(
@@ -100,7 +104,7 @@ def merge(model: Any) -> MergeReport:
     """Fold every adapter into its base weight and remove it; the classes of the layers are the base's again.
 
     A head that carries an adapter and shares the embedding's weight gets a weight of its own, and the model's config
-    says so: the embedding does not change.
+    says so: the embedding does not change. What was quantised and adapted is a plain weight afterwards.
 
     Args:
         model: a Transformers model with adapters in place.
@@ -114,12 +118,16 @@ def merge(model: Any) -> MergeReport:
     deviations = {}
     for name, layer in list(adapted(model)):
         places = [model.get_parameter(key) for key in weight_names(name, layer)]
-        merged, deviations[name] = _merged(layer, *(place.detach() for place in places))
-        places[0].data.copy_(merged)
+        merged, deviations[name] = _merged(layer, *(dense(place.detach()) for place in places))
+        if isinstance(layer, LoraLayer) and isinstance(places[0], Nf4Weight):
+            layer.weight = nn.Parameter(merged, requires_grad=False)
+        else:
+            places[0].data.copy_(merged)
         if isinstance(layer, LoraLayer):
             detach(layer)
     for module in [module for module in model.modules() if isinstance(module, LoraExperts)]:
         detach_experts(module)
+    merge_rows(model)
     return _report(deviations, untied)
 
 
@@ -137,6 +145,7 @@ class Merging:
         for name, layer in adapted(model):
             names = weight_names(_WRAPPERS.sub("", name), layer)
             self._layers[names[0]] = layer, names
+        self._rows = {f"{_WRAPPERS.sub('', name)}.weight": own for name, own in rows_of(model).items()}
         self._tied = {_WRAPPERS.sub("", name) for name in _tied_heads(model)}
         self._deviations: dict[str, float] = {}
 
@@ -151,6 +160,8 @@ class Merging:
         """
         if is_adapter_weight(name):
             return None
+        if name in self._rows:
+            return name, f"{name.removesuffix('.weight')}{ROWS}"
         return self._layers[name][1] if name in self._layers else (name,)
 
     def __call__(self, name: str, sources: Sequence[Tensor]) -> Tensor:
@@ -163,8 +174,15 @@ class Merging:
         Returns:
             a new tensor.
         """
+        if name in self._rows:
+            return folded(self._rows[name], *sources)
         merged, self._deviations[name.removesuffix(".weight")] = _merged(self._layers[name][0], *sources)
         return merged
+
+    def shape(self, name: str, own: torch.Size) -> torch.Size:
+        """The shape of the weight in the export: a table of tokens may grow."""
+        extra = self._rows[name].extra if name in self._rows else 0
+        return torch.Size((own[0] + extra, *own[1:])) if extra else own
 
     def report(self, group: Group | None = None) -> MergeReport:
         """What the rounding of all weights handed out so far cost.

@@ -68,7 +68,6 @@ _CHANGES_THE_RESULT = (
     "lora_bias",
     "megatron_config",
     "monteclora_config",
-    "trainable_token_indices",
     "use_bdlora",
     "use_qalora",
     "velora_config",
@@ -96,6 +95,7 @@ class PeftConfig:
         layers_pattern: names of the lists of layers.
         modules: endings of the names of modules that are saved whole.
         ties: what is saved whole of tied weights stays tied.
+        tokens: ids whose rows are in the files, or such ids by the name of a module.
     """
 
     directory: Path
@@ -112,6 +112,7 @@ class PeftConfig:
     layers_pattern: Sequence[str] = ()
     modules: Sequence[str] = ()
     ties: bool = False
+    tokens: Any = None
 
     def alpha_of(self, name: str) -> float:
         """alpha of the layer of this full name; a pattern is a regular expression over the end of the name."""
@@ -191,6 +192,7 @@ def read_peft_config(directory: Path) -> PeftConfig:
             layers_pattern=_listed(raw.get("layers_pattern")),
             modules=_listed(raw.get("modules_to_save")),
             ties=bool(raw.get("ensure_weight_tying")),
+            tokens=raw.get("trainable_token_indices"),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"a field is missing or of the wrong type ({error})", where=str(file)) from error
@@ -228,6 +230,7 @@ def peft_config_json(
     transposed: bool,
     base_model: str | None,
     revision: str | None,
+    tokens: Any = None,
 ) -> str:
     """The text of `adapter_config.json`.
 
@@ -245,6 +248,7 @@ def peft_config_json(
         transposed: the layers keep their weights as GPT-2 does.
         base_model: name or path of the base.
         revision: its revision on the Hub.
+        tokens: ids whose rows are saved, or such ids by the name of a module.
     """
     rank, alpha = _most_common(ranks.values()), _most_common(alphas.values())
     layers = {name for name in ranks if not any(name == item or name.endswith(f".{item}") for item in parameters)}
@@ -264,6 +268,7 @@ def peft_config_json(
         "modules_to_save": list(modules) or None,
         "ensure_weight_tying": ties,
         "fan_in_fan_out": transposed,
+        "trainable_token_indices": tokens,
         "base_model_name_or_path": base_model,
         "revision": revision,
     }

@@ -11,6 +11,7 @@ from torch import nn
 
 from luthier.adapters.experts import LoraExperts, adapted, attach_experts, detach_experts
 from luthier.adapters.layer import LoraLayer, LoraSpec, attach, detach, is_adapter_weight
+from luthier.adapters.rows import detach_rows, rows_of
 from luthier.errors import ConfigError
 from luthier.hf.anatomy import Anatomy, describe
 from luthier.hf.experts import find_experts
@@ -67,6 +68,7 @@ def beside(model: Any) -> Any:
             detach(module)
         elif isinstance(module, LoraExperts):
             detach_experts(module)
+    detach_rows(other)
     vars(other).pop("lora_trained", None)
     return other
 
@@ -78,6 +80,7 @@ def freeze(model: nn.Module) -> None:
         chosen |= {id(layer.lora_A.weight), id(layer.lora_B.weight)}
         if isinstance(layer, LoraLayer) and layer.lora_spec.dora:
             chosen.add(id(layer.lora_magnitude_vector.weight))
+    chosen |= {id(own.trainable_tokens_delta) for own in rows_of(model).values()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in chosen)
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
+from luthier.config.base import PathText, Section
+from luthier.config.kinds import set_kind
 from luthier.config.methods import MethodConfig, SftConfig
 from luthier.config.schedules import ConstantSchedule, ScheduleConfig
 from luthier.config.sections import (
@@ -19,9 +21,7 @@ from luthier.config.sections import (
     MoeConfig,
     OptimizerConfig,
     ParallelConfig,
-    PathText,
     ReportConfig,
-    Section,
     TrainConfig,
 )
 
@@ -83,4 +83,17 @@ class RunConfig(Section):
     def _streaming_has_an_end(self) -> RunConfig:
         if self.data.streaming and self.train.steps is None:
             raise ValueError("data.streaming needs train.steps, since the number of rows is not known")
+        return self
+
+    @model_validator(mode="after")
+    def _quantised_weights_are_not_saved(self) -> RunConfig:
+        if self.checkpoint.trainable_only is False and self.adapter is not None and self.adapter.quantize:
+            raise ValueError(
+                "checkpoint.trainable_only: false would write a base that adapter.quantize has rounded; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_are_what_the_method_needs(self) -> RunConfig:
+        set_kind(self.data, self.method.rows)
         return self

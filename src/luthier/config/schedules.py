@@ -1,4 +1,4 @@
-"""The key `schedule` of a run: how the learning rate goes, a model for each name."""
+"""Schedules of the learning rate, a model for each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
-from luthier.config.sections import Fraction, Section
+from luthier.config.base import Fraction, Section
 
 
 class _ScheduleBase(Section):

@@ -155,7 +155,9 @@ class Loader:
             tokens=before.tokens + tokens,
             trained_tokens=before.trained_tokens + step.trained,
         )
-        dealt = microbatches(step.lengths, self._data.sequence_length, self._data.packing, self._ranks)
+        # a row of several documents may be longer than any one of them may be
+        capacity = max(self._data.sequence_length, *step.lengths)
+        dealt = microbatches(step.lengths, capacity, self._data.packing, self._ranks)
         own = [pack([step.sample(row) for row in rows]) for rows in dealt[self._rank]]
         return StepBatch(own, self._state, len(step.lengths), tokens, step.trained, step.weight, step.passed)
 

@@ -11,12 +11,23 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Literal, Required, TypedDict, Unpack
 
 import torch
 
-from luthier.adapters import LoraReport, apply_lora, finish_lora, is_adapter_weight, part_on_meta
+from luthier.adapters import (
+    LoraReport,
+    apply_lora,
+    finish_lora,
+    is_adapter_weight,
+    packing_of,
+    part_on_meta,
+    quantizable,
+    quantized_report,
+    require_whole_blocks,
+)
+from luthier.adapters.rows import NewTokens
 from luthier.config import LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig
 from luthier.engine.balance import Balance
 from luthier.engine.logprobs import Head
@@ -104,6 +115,8 @@ class How(TypedDict, total=False):
     """The model's own random initialisation instead of the weights."""
     trust_remote_code: bool
     """Run code that the model's repository brings."""
+    tokens: NewTokens | None
+    """Whose rows of embedding and head train beside LoRA; none when left out."""
     seed: int
     """Of the random initialisation and of the adapters; 0 when left out."""
     activation_checkpointing: Policy
@@ -140,6 +153,7 @@ def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: U
         from_scratch=how.get("from_scratch", False),
         seed=seed,
         trust_remote_code=how.get("trust_remote_code", False),
+        packing=plan.packing,
     )
     pipeline = None
     if plan.stages is not None and mesh is not None and mesh.pp is not None:
@@ -150,6 +164,7 @@ def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: U
         alone = pipeline.run_alone if pipeline is not None else None
         found = finish_lora(model, adapter, seed, run=alone, part=mesh is not None)
         lora = found if mesh is None else lora  # a rank sees its part alone
+        lora = replace(lora or found, quantized=plan.quantized)
     if mesh is not None and mesh.fsdp is not None:
         sum_what_is_whole(model, mesh.fsdp)
     if mesh is None:
@@ -220,20 +235,25 @@ class _Plan:
     parameters: int
     stages: Cut | None = None
     auxiliary: float = 0.0
+    quantized: str = ""
 
     def __init__(self, how: How, moe: MoeConfig | None) -> None:
         self._how, self._moe = how, moe
         self.device = how.get("device") or choose_device(None)
         self.mesh, self.seed = how.get("mesh"), how.get("seed", 0)
+        self.packing = packing_of(how["adapter"])
 
     def lay_out(self, model: Any) -> None:
         adapter = self._how["adapter"]
         if adapter is not None:
-            self.lora = apply_lora(model, adapter, self.seed)
+            self.lora = apply_lora(model, adapter, self.seed, self._how.get("tokens"))
         self.dtype = model.dtype  # of its first weight, which on another stage may be one that is kept in fp32
         self.anatomy, self.limits, self.head = describe(model), limits_of(model), linear_head(model)
         tied = set(model.all_tied_weights_keys)
         self.parameters = sum(p.numel() for name, p in model.named_parameters() if name not in tied)
+        if self.packing is not None:
+            self.packing.names = quantizable(model)
+            self.quantized = str(quantized_report(model, self.packing.names, self.packing.double))
         if self._moe is not None:
             _refuse_what_reading_resets(model)
             self.auxiliary = Balance.coefficient_of(model, self._moe, adapted=adapter is not None)
@@ -242,6 +262,13 @@ class _Plan:
             if self.device.type == "cpu":
                 accelerate_model(model)
             self._cut(model, self.mesh)
+            if self.packing is not None:
+                self.packing.names = self._packed_here(model)
+                require_whole_blocks(model, self.packing.names)
+
+    def _packed_here(self, model: Any) -> list[str]:
+        here = model.state_dict().keys()
+        return [name for name in self.packing.names if name in here] if self.packing is not None else []
 
     def recompute_and_compile(self, model: Any, layers: Iterable[str]) -> None:
         checkpoint_activations(model, self._how.get("activation_checkpointing", "off"))
@@ -289,6 +316,7 @@ class _Plan:
                 expert_mesh=mesh.efsdp,
                 joined=joined_dims(model),
                 stacked=stacked_dims(model),
+                packed=[model.get_parameter(name) for name in self._packed_here(model)],
             )
 
 

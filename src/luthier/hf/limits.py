@@ -69,7 +69,8 @@ def limits_of(model: Any) -> Limits:
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and module is not embedding and _POSITIONS.search(name)
     ]
-    return Limits(embedding.weight.shape[0], min(tables, default=None))
+    vocabulary = int(getattr(embedding, "vocabulary", embedding.weight.shape[0]))  # rows of new tokens stand beside
+    return Limits(vocabulary, min(tables, default=None))
 
 
 def _row(batch: Batch, position: int) -> str | None:

@@ -39,6 +39,8 @@ def check(model: Any, layout: Layout, stages_per_rank: int = 1) -> None:
     def reason(name: str, degree: int) -> str | None:
         if degree == 1:
             return None
+        if why := getattr(model, "refused_layouts", {}).get(name):  # by what is beside the weights
+            return str(why)
         if name == "pp":
             return cuttable.refusal(model, degree, stages_per_rank)
         return REFUSALS[name](model, degree)

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from luthier.hf.anatomy import describe
 from luthier.hf.joined import joined_dims
@@ -119,6 +119,7 @@ def shard(
                 module.forward = types.MethodType(_forward, module)
     if head is not None and styles.get(head) == "colwise":
         outputs = model.get_output_embeddings().out_features
+        model.get_output_embeddings().vocabulary_start = ring.span(outputs)[0]
         model.vocabulary_shard = VocabularyShard(ring.group, ring.span(outputs)[0], outputs)
 
 
@@ -199,6 +200,8 @@ def _lie(modules: dict[str, nn.Module], styles: dict[str, str], name: str, key: 
     parent, _, leaf = name.rpartition(".")
     if leaf in ADAPTER_PARTS and parent in modules:
         return lie_of_adapter(styles.get(parent), leaf)
+    if leaf == "token_adapter":  # rows of single tokens: the table's are used alike by all, a cut head's each in part
+        return Lie(Replicate(), partial=styles.get(parent) in COLWISE)
     style = styles.get(f"{name}.{key}", styles.get(name))
     shape = linear_shape(modules[name])
     how = lie(style, key, parameter, transposed=shape is not None and shape.transposed)

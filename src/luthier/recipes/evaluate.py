@@ -72,7 +72,7 @@ def evaluate(config: RunConfig, *, adapter: Path | None = None, wanted: Wanted |
         _check(wanted, has_rows, adapter, mesh)
         metrics = find_metrics(wanted.metrics)
         run_tasks = _prepared(wanted, config.seed)
-        tokenizer = tokenizer_of(config)
+        tokenizer = tokenizer_of(config, adapter)
         rows = _rows(config, tokenizer) if has_rows or not wanted.tasks else None
         network = inference_network(config, device, adapter, mesh)
         result: dict[str, Any] = {"model": config.model, "adapter": str(adapter) if adapter else None}
@@ -141,7 +141,7 @@ def _asked(
     if wanted.side_by_side is None:
         return {"rows": len(questions), **means}
     other = config if wanted.base is None else config.model_copy(update={"model": wanted.base, "revision": None})
-    others = tokenizer if wanted.base is None else tokenizer_of(other)
+    others = tokenizer_of(other)
     base_model = inference_network(other, network.device, None).model
     base = answers_to(base_model, others, questions, title="answering without the training", **how)
     scores["base"] = measured(metrics, questions, base)

@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from luthier.adapters import Merging, save_peft
+from luthier.adapters.rows import add_tokens
 from luthier.batch import Batch, Sample
 from luthier.config import DataConfig, GenerationConfig, LoraConfig, OptimizerConfig, SourceConfig
 from luthier.config.sections import AdamWConfig
@@ -58,9 +59,11 @@ def load(
         UserError: the model cannot be found or used, or an adapter's target adapts nothing.
     """
     source = resolve(model)
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     state = build_state(
         source,
         adapter=adapter,
+        tokens=add_tokens(tokenizer, adapter.new_tokens) if adapter is not None and adapter.new_tokens else None,
         optimizer=optimizer or AdamWConfig(),
         precision=precision,
         device=choose_device(device),
@@ -69,7 +72,7 @@ def load(
         seed=seed,
         activation_checkpointing=activation_checkpointing,
     )
-    state.tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    state.tokenizer = tokenizer
     return state
 
 

@@ -144,9 +144,9 @@ def open_run(
         logger.info("%d ranks: %s", mesh.layout.ranks, mesh.layout)
     data = config.data
     positions = state.limits.positions if state.limits is not None else None
-    if positions is not None and isinstance(rows, Rows) and int(rows.lengths.max()) > positions:
+    if positions is not None and isinstance(rows, Rows) and rows.longest_document > positions:
         raise ConfigError(
-            f"there are rows of {int(rows.lengths.max()):,} tokens, and the model has {positions:,} positions",
+            f"there are rows of {rows.longest_document:,} tokens, and the model has {positions:,} positions",
             where="data.sequence_length",
             remedy=f"set it to {positions} or less",
         )

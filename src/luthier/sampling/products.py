@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from luthier.adapters import LoraLayer, is_adapter_weight, layer_factor
+from luthier.adapters.rows import RowsHead
 from luthier.hf.lean import READING
 from luthier.hf.slots import padded
 from luthier.sampling.packed import Copies, Copy, Forward, can_pack, laid_out, packable, stamp_of
@@ -338,7 +339,7 @@ def _base_forward(layer: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _is_linear(module: Any) -> bool:
-    return isinstance(module, nn.Linear)
+    return isinstance(module, nn.Linear) and not isinstance(module, RowsHead)  # which computes more than a product
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -131,6 +131,7 @@ _FIELDS: list[tuple[str, _Allowed, str, str]] = [
         "rename it",
     ),
     ("adapter.start_from", (None,), "SFTTrainer begins with new adapters", _OWN),
+    ("adapter.new_tokens", ([],), "SFTTrainer adds no tokens to a tokenizer", _OWN),
     ("adapter.dtype", (None, "fp32"), "PEFT keeps adapters in fp32", "leave it out"),
     (
         "optimizer.name",
