@@ -94,6 +94,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _in_backward_sees_one_gradient_at_a_time(self) -> RunConfig:
+        if self.optimizer.in_backward and self.train.max_gradient_norm is not None:
+            raise ValueError("optimizer.in_backward cannot clip to a global norm; set train.max_gradient_norm: null")
+        if self.optimizer.in_backward and self.train.on_non_finite == "skip":
+            raise ValueError("optimizer.in_backward cannot leave a step out; set train.on_non_finite: stop")
+        return self
+
+    @model_validator(mode="after")
     def _rows_are_what_the_method_needs(self) -> RunConfig:
         set_kind(self.data, self.method.rows)
+        if self.data.streaming and getattr(self.method, "reference", "base") != "base":
+            raise ValueError("data.streaming needs method.reference: base, since rows that stream have no numbers")
         return self

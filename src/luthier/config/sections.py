@@ -145,6 +145,8 @@ class _OptimizerBase(Section):
     learning_rate: NonNegativeFloat = 1.0e-4
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled decay of matrices; biases, norms and other vectors are never decayed."""
+    in_backward: bool = False
+    """Use each gradient as soon as it is there, and free it; needs train.max_gradient_norm: null."""
 
 
 class AdamWConfig(_OptimizerBase):

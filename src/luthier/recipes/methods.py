@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from luthier.config import RunConfig
 from luthier.data.loader import StepBatch
-from luthier.errors import ConfigError
 from luthier.recipes.run import Resume, Run
 
 
@@ -28,8 +27,22 @@ def recipe_of(config: RunConfig) -> Recipe:
             from luthier.recipes import sft
 
             return sft
-        case name:
-            raise ConfigError(f"{name} cannot train yet", where="method")
+        case "dpo":
+            from luthier.recipes import dpo
+
+            return dpo
+        case "orpo":
+            from luthier.recipes import orpo
+
+            return orpo
+        case "simpo":
+            from luthier.recipes import simpo
+
+            return simpo
+        case "kto":
+            from luthier.recipes import kto
+
+            return kto
 
 
 def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:
