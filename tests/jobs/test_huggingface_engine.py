@@ -63,6 +63,7 @@ BASE: dict[str, Any] = {"model": "a/b", "data": {"train": [{"path": "rows.jsonl"
         ({"adapter": {"start_from": "x"}}, "adapter.start_from: SFTTrainer begins with new adapters"),
         ({"adapter": {"dtype": "bf16"}}, "adapter.dtype: PEFT keeps adapters in fp32"),
         ({"adapter": {"target": ["attn", "unembed"]}}, "adapter.target: SFTTrainer trains no adapter on the output"),
+        ({"adapter": {"learning_rate_ratio": 16}}, "adapter.learning_rate_ratio: SFTTrainer has one learning rate"),
         ({"adapter": {"init": "pissa"}}, "adapter.init: SFTTrainer's export of pissa is for another base"),
         ({"adapter": {"target": ["experts"]}}, "adapter.target: PEFT knows no role experts"),
         ({"adapter": {"target": ["attn", r".*\.3\..*"]}}, "adapter.target: PEFT takes a pattern"),

@@ -22,6 +22,7 @@ from luthier.adapters import (
     apply_lora,
     finish_lora,
     is_adapter_weight,
+    learning_rates,
     packing_of,
     part_on_meta,
     quantizable,
@@ -351,6 +352,7 @@ def build_state(
         optimizer,
         adapters=is_adapter_weight,
         hidden_matrices=lambda name: name.startswith(inside),
+        rates=learning_rates(model, how["adapter"]),
         seed=how.get("seed", 0),
         part=network.pipeline is not None,
     )

@@ -100,6 +100,8 @@ def _adapter(adapter: LoraConfig) -> Iterator[ConfigError]:
             yield _refusal("adapter.target", f"PEFT takes a pattern ({name}) only by itself", "use one pattern for all")
     if adapter.init not in ("default", "gaussian", "orthogonal"):
         yield _refusal("adapter.init", f"SFTTrainer's export of {adapter.init} is for another base", _OWN)
+    if adapter.learning_rate_ratio is not None:
+        yield _refusal("adapter.learning_rate_ratio", "SFTTrainer has one learning rate", _OWN)
     for name in adapter.train_modules:
         if not _NAME.fullmatch(name):
             yield _refusal("adapter.train_modules", f"PEFT takes names and no patterns ({name})", "name the modules")
