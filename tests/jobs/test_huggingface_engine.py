@@ -61,6 +61,7 @@ BASE: dict[str, Any] = {"model": "a/b", "data": {"train": [{"path": "rows.jsonl"
             "data.train: differ in train_on_input",
         ),
         ({"adapter": {"start_from": "x"}}, "adapter.start_from: SFTTrainer begins with new adapters"),
+        ({"adapter": {"quantize": "nf4"}}, "adapter.quantize: SFTTrainer is given plain weights"),
         ({"adapter": {"dtype": "bf16"}}, "adapter.dtype: PEFT keeps adapters in fp32"),
         ({"adapter": {"target": ["attn", "unembed"]}}, "adapter.target: SFTTrainer trains no adapter on the output"),
         ({"adapter": {"learning_rate_ratio": 16}}, "adapter.learning_rate_ratio: SFTTrainer has one learning rate"),

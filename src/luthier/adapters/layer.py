@@ -234,5 +234,19 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a parameter's full name is that of an adapter's matrix, of its lengths, or of rows of single tokens."""
-    return name.endswith((".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector.weight", ROWS))
+    """Whether a parameter's full name is that of an adapter's matrix or lengths, of rows of single tokens, or of what
+    learns in the place of text."""
+    return name.endswith(_OURS) or name.startswith("prompt_encoder.")
+
+
+_OURS = (
+    ".lora_A.weight",
+    ".lora_B.weight",
+    ".lora_magnitude_vector.weight",
+    ROWS,
+    ".virtual_tokens.prompt",
+    ".attention_prefix.keys",
+    ".attention_prefix.values",
+    ".adaption.prompt",
+    ".adaption.gate",
+)

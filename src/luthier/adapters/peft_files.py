@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from luthier.adapters import peft_experts
 from luthier.adapters.experts import StackShape, adapted, stack_shape
 from luthier.adapters.layer import LoraSpec, is_adapter_weight
-from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, PeftConfig, read_peft_config
+from luthier.adapters.peft_config import CONFIG_FILE, PeftConfig, read_peft_config, read_tensors
 from luthier.adapters.rows import SUFFIX as ROWS
 from luthier.adapters.rows import attach_rows, in_order, rows_of, tie_rows, tokens_in_file
 from luthier.adapters.structure import (
@@ -115,17 +112,7 @@ def _saved_whole(model: Any, config: PeftConfig) -> list[str]:
 
 def _read_weights(config: PeftConfig) -> dict[str, Tensor]:
     """name in the model -> tensor, PEFT's and other tools' wrappings taken off the name."""
-    file = next((config.directory / name for name in WEIGHT_FILES if (config.directory / name).is_file()), None)
-    if file is None:
-        raise ModelError(f"there is no {WEIGHT_FILES[0]}", where=str(config.directory), remedy="fetch it again")
-    try:
-        if file.suffix == ".safetensors":
-            raw = load_file(file)
-        else:
-            raw = torch.load(file, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        what = "it is damaged, or holds more than tensors"
-        raise ModelError(what, where=str(file), remedy="fetch it again") from error
+    raw = read_tensors(config.directory)
     named = {WRAPPERS.sub("", key).removeprefix(PREFIX): value for key, value in raw.items()}
     return {f"{key}.weight" if key.endswith(LENGTHS) else key: value for key, value in named.items()}
 

@@ -18,9 +18,10 @@ from typing import Any, Literal, Required, TypedDict, Unpack
 import torch
 
 from luthier.adapters import (
+    AdapterReport,
     LoraReport,
-    apply_lora,
-    finish_lora,
+    apply_adapter,
+    finish_adapter,
     is_adapter_weight,
     learning_rates,
     packing_of,
@@ -30,7 +31,7 @@ from luthier.adapters import (
     require_whole_blocks,
 )
 from luthier.adapters.rows import NewTokens
-from luthier.config import LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig
+from luthier.config import AdapterConfig, LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig
 from luthier.engine.balance import Balance
 from luthier.engine.logprobs import Head
 from luthier.engine.network import Network
@@ -107,8 +108,8 @@ def choose_precision(asked: Precision | None, device: torch.device) -> Precision
 class How(TypedDict, total=False):
     """How a model is made ready: keywords of `build_network` and `build_state`. All but `adapter` may be left out."""
 
-    adapter: Required[LoraConfig | None]
-    """LoRA beside frozen weights; None trains everything."""
+    adapter: Required[AdapterConfig | None]
+    """LoRA, or another kind, beside frozen weights; None trains everything."""
     precision: Precision | None
     """Dtype of weights and arithmetic; what the device is fast at when left out."""
     device: torch.device | None
@@ -166,9 +167,10 @@ def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: U
     lora = plan.lora
     if adapter is not None:
         alone = pipeline.run_alone if pipeline is not None else None
-        found = finish_lora(model, adapter, seed, run=alone, part=mesh is not None)
-        lora = found if mesh is None else lora  # a rank sees its part alone
-        lora = replace(lora or found, quantized=plan.quantized)
+        found = finish_adapter(model, adapter, seed, run=alone, part=mesh is not None)
+        lora = found if mesh is None else lora or found  # a rank sees its part alone
+        if isinstance(lora, LoraReport):
+            lora = replace(lora, quantized=plan.quantized)
     if mesh is not None and mesh.fsdp is not None:
         sum_what_is_whole(model, mesh.fsdp)
     if mesh is None:
@@ -234,7 +236,7 @@ class _Plan:
     dtype: torch.dtype
     limits: Limits
     head: HeadInfo | None
-    lora: LoraReport | None = None
+    lora: AdapterReport | None = None
     outline: Any = None
     parameters: int
     stages: Cut | None = None
@@ -245,12 +247,12 @@ class _Plan:
         self._how, self._moe = how, moe
         self.device = how.get("device") or choose_device(None)
         self.mesh, self.seed = how.get("mesh"), how.get("seed", 0)
-        self.packing = packing_of(how["adapter"])
+        self.packing = packing_of(lora if isinstance(lora := how["adapter"], LoraConfig) else None)
 
     def lay_out(self, model: Any) -> None:
         adapter = self._how["adapter"]
         if adapter is not None:
-            self.lora = apply_lora(model, adapter, self.seed, self._how.get("tokens"))
+            self.lora = apply_adapter(model, adapter, self.seed, self._how.get("tokens"))
         self.dtype = model.dtype  # of its first weight, which on another stage may be one that is kept in fp32
         self.anatomy, self.limits, self.head = describe(model), limits_of(model), linear_head(model)
         tied = set(model.all_tied_weights_keys)

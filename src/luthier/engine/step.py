@@ -200,6 +200,7 @@ def optim_step(
     loss: float = 0.0,
     learning_rate_factor: float = 1.0,
     max_gradient_norm: float | None = None,
+    counts: bool = True,
 ) -> OptimStep:
     """Clip, update, clear the gradients and count the step.
 
@@ -209,6 +210,7 @@ def optim_step(
             gradients are.
         learning_rate_factor: multiplies the configured learning rate of every parameter group (a schedule's value).
         max_gradient_norm: gradients are scaled so that their norm is at most this; None for no clipping.
+        counts: off: the caller makes one step of several updates, of which this is not the last.
     """
     trainable = state.trainable
     if state.mesh is not None:
@@ -233,7 +235,7 @@ def optim_step(
     if state.balance is not None:
         state.balance.move_biases(applied=finite)
     state.optimizer.zero_grad(set_to_none=True)
-    state.counters.step += 1
+    state.counters.step += counts
     return OptimStep(float(norm), finite, bad)
 
 

@@ -54,8 +54,9 @@ def check(model: Any, layout: Layout, stages_per_rank: int = 1) -> None:
     def reason(name: str, degree: int) -> str | None:
         if degree == 1:
             return None
-        if why := getattr(model, "refused_layouts", {}).get(name):  # by what is beside the weights
-            return str(why)
+        why = getattr(model, "refused_layouts", {}).get(name)  # by what is beside the weights
+        if why is not None and (said := why(degree) if callable(why) else why):
+            return str(said)
         if name == "pp":
             return cuttable.refusal(model, degree, stages_per_rank)
         return REFUSALS[name](model, degree)

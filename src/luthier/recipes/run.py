@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from luthier.config import RunConfig
-from luthier.data.loader import Loader, LoaderState, Rows, StreamRows
+from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, StreamRows
 from luthier.engine import randomness
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, random_states, read_record, reading
 from luthier.engine.initial import Initial
@@ -75,6 +75,10 @@ class Run:
     reference: np.ndarray | None = None
     """Of training rows, the reference's log-probabilities of their answers; a recipe finds them when it needs them."""
     held_out_reference: np.ndarray | None = None
+    taken: StepBatch | None = None
+    """What the newest step was taken with."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What a recipe has made ready for all its steps, by name."""
 
     @property
     def data(self) -> dict[str, Any]:

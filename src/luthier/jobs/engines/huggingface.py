@@ -65,7 +65,10 @@ def refusals(run: RunConfig) -> Iterator[ConfigError]:
         if sources is not None and len({source.train_on_input for source in sources}) > 1:
             yield _refusal(f"data.{name}", "differ in train_on_input, which SFTTrainer has for all rows alike", _OWN)
     if run.adapter is not None:
-        yield from _adapter(run.adapter)
+        if run.adapter.kind == "lora":
+            yield from _adapter(run.adapter)
+        else:
+            yield _refusal("adapter.kind", f"SFTTrainer is given LoRA, not {run.adapter.kind}", _OWN)
         if run.checkpoint.trainable_only is False:
             yield _refusal("checkpoint.trainable_only", "is what PEFT always does with adapters", "leave it out")
 
@@ -133,7 +136,8 @@ _FIELDS: list[tuple[str, _Allowed, str, str]] = [
         "rename it",
     ),
     ("adapter.start_from", (None,), "SFTTrainer begins with new adapters", _OWN),
-    ("adapter.new_tokens", ([],), "SFTTrainer adds no tokens to a tokenizer", _OWN),
+    ("adapter.new_tokens", (None, []), "SFTTrainer adds no tokens to a tokenizer", _OWN),
+    ("adapter.quantize", (None,), "SFTTrainer is given plain weights", _OWN),
     ("adapter.dtype", (None, "fp32"), "PEFT keeps adapters in fp32", "leave it out"),
     (
         "optimizer.name",

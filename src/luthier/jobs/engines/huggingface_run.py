@@ -90,7 +90,7 @@ def train(config: RunConfig) -> int:
         if config.evaluation.rows is not None:
             held_out = held_out.select(range(min(config.evaluation.rows, len(held_out))))
     adapter = None
-    if config.adapter is not None:
+    if config.adapter is not None and config.adapter.kind == "lora":  # others were refused
         alpha: Any = config.adapter.alpha or 2 * config.adapter.rank  # PEFT says int, and divides
         adapter = LoraConfig(
             r=config.adapter.rank,
