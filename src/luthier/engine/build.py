@@ -23,6 +23,7 @@ from luthier.adapters import (
     apply_adapter,
     finish_adapter,
     is_adapter_weight,
+    learning_rates,
     packing_of,
     part_on_meta,
     quantizable,
@@ -353,6 +354,7 @@ def build_state(
         optimizer,
         adapters=is_adapter_weight,
         hidden_matrices=lambda name: name.startswith(inside),
+        rates=learning_rates(model, how["adapter"]),
         seed=how.get("seed", 0),
         part=network.pipeline is not None,
     )
