@@ -22,6 +22,7 @@ from luthier.jobs import (
     DataFormat,
     DatasetInitializer,
     DataType,
+    FsdpConfig,
     HuggingFaceDatasetInitializer,
     HuggingFaceModelInitializer,
     Initializer,
@@ -32,10 +33,13 @@ from luthier.jobs import (
     ModelInitializer,
     S3DatasetInitializer,
     S3ModelInitializer,
+    ShardingStrategy,
+    StateDictType,
     TorchTuneChatDataset,
     TorchTuneConfig,
     TorchTuneInstructDataset,
     TorchTuneMultimodalDataset,
+    ZeroConfig,
 )
 
 RUNTIME = "luthier-qwen2.5-0.5b"
@@ -108,6 +112,9 @@ def stands_alone(rows: Path | None = None) -> Any:
 
 
 T, L, INSTRUCT, CHAT = TorchTuneConfig, LoraConfig, TorchTuneInstructDataset, TorchTuneChatDataset
+F, Z = FsdpConfig, ZeroConfig
+HYBRID = ShardingStrategy.HYBRID_SHARD
+SHARDED = {"dp_replicate": 1, "dp_shard": -1, "reshard": "always"}
 PICTURES, FUNCTION = TorchTuneMultimodalDataset, CustomTrainer
 ROWS = [
     effect(T, "dtype", "bf16", "config.train.precision", "bf16"),
@@ -199,8 +206,51 @@ ROWS = [
     refusal(L, "lora_dropout", 1.0, "lora_dropout: must be less than 1, not 1"),
     effect(L, "quantize_base", False, "recipe", "lora_finetune_single_device"),
     effect(L, "quantize_base", True, "config.adapter.quantize", "nf4"),
-    effect(L, "use_dora", False, "recipe", "lora_finetune_single_device"),
-    refusal(L, "use_dora", True, "use_dora: is not offered yet"),
+    effect(L, "use_dora", False, "config.adapter.dora", False),
+    effect(L, "use_dora", True, "config.adapter.dora", True),
+    # who holds what of the model
+    effect(T, "fsdp_config", F(), "config.train.activation_checkpointing", "full"),
+    refusal(T, "fsdp_config", F(), "config.dtype: excludes fsdp_config", dtype="bf16"),
+    refusal(T, "fsdp_config", F(), "data_parallel_shard_dim: excludes fsdp_config", data_parallel_shard_dim=2),
+    refusal(T, "fsdp_config", F(), "zero_config: excludes fsdp_config", zero_config=Z()),
+    refusal(T, "fsdp_config", {}, "fsdp_config: a mapping of keys to values is not a FsdpConfig"),
+    effect(T, "zero_config", Z(stage=3), "config.parallel.reshard", "always"),
+    effect(T, "enable_activation_checkpointing", False, "config.parallel.dp_shard", 1, zero_config=Z()),
+    effect(F, "mixed_precision", True, "config.train.precision", "bf16"),
+    effect(F, "mixed_precision", False, "config.train.precision", "fp32"),
+    refusal(F, "use_fp16", True, "fsdp_config.use_fp16: fp16 is not offered"),
+    effect(F, "use_fp16", False, "config.train.precision", "bf16"),
+    effect(F, "fsdp_cpu_offload", True, "config.parallel.cpu_offload", True),
+    refusal(F, "fsdp_cpu_offload", True, "fsdp_cpu_offload: keeps shards", sharding_strategy="NO_SHARD"),
+    effect(F, "sharding_strategy", "FULL_SHARD", "config.parallel", SHARDED),
+    effect(F, "sharding_strategy", ShardingStrategy.SHARD_GRAD_OP, "config.parallel.reshard", "never"),
+    effect(F, "sharding_strategy", "NO_SHARD", "config.parallel", {"dp_replicate": -1, "dp_shard": 1}),
+    effect(F, "sharding_strategy", "HYBRID_SHARD", "config.parallel", SHARDED | {"dp_replicate": -1, "dp_shard": 4}),
+    effect(F, "sharding_strategy", "_HYBRID_SHARD_ZERO2", "config.parallel.reshard", "never"),
+    refusal(F, "sharding_strategy", "FULL_SHRAD", 'sharding_strategy: "FULL_SHRAD" is not FULL_SHARD or '),
+    effect(F, "hsdp", True, "config.parallel.dp_shard", 2, sharding_strategy="HYBRID_SHARD", sharding_group_size=2),
+    refusal(F, "hsdp", True, "fsdp_config.hsdp: needs a hybrid strategy, not FULL_SHARD", sharding_group_size=2),
+    refusal(F, "hsdp", True, "fsdp_config.hsdp: needs the size of a group", sharding_strategy="HYBRID_SHARD"),
+    effect(F, "sharding_group_size", 4, "config.parallel.dp_replicate", -1, hsdp=True, sharding_strategy=HYBRID),
+    refusal(F, "sharding_group_size", 2, "sharding_group_size: needs hsdp", sharding_strategy="HYBRID_SHARD"),
+    refusal(F, "sharding_group_size", -2, "sharding_group_size: must be at least 0"),
+    refusal(F, "sharding_group_size", 3, "takes 3, not 8", hsdp=True, sharding_strategy=HYBRID, replica_group_size=1),
+    effect(F, "replica_group_size", 2, "config.parallel.dp_shard", -1, sharding_strategy="HYBRID_SHARD", hsdp=True),
+    effect(F, "checkpoint_type", StateDictType.SHARDED_STATE_DICT, "config.train.precision", "bf16"),
+    refusal(F, "checkpoint_type", "FULL_STATE_DICT", "checkpoint_type: FULL_STATE_DICT is not offered"),
+    refusal(F, "checkpoint_type", "LOCAL_STATE_DICT", "checkpoint_type: LOCAL_STATE_DICT is not offered"),
+    effect(F, "fsdp_activation_checkpointing", True, "config.train.activation_checkpointing", "full"),
+    effect(F, "fsdp_activation_checkpointing", False, "config.train.activation_checkpointing", "off"),
+    effect(Z, "stage", 0, "config.parallel", {"dp_replicate": -1, "dp_shard": 1}),
+    refusal(Z, "stage", 1, "zero_config.stage: FSDP2 has no equal of stage 1"),
+    effect(Z, "stage", 2, "config.parallel", SHARDED | {"reshard": "never"}),
+    effect(Z, "stage", 3, "config.parallel", SHARDED),
+    refusal(Z, "stage", 4, "zero_config.stage: there is no stage 4"),
+    effect(Z, "zero_cpu_offload", True, "config.parallel.cpu_offload", True, stage=3),
+    refusal(Z, "zero_cpu_offload", True, "zero_cpu_offload: keeps shards in the host's memory"),
+    refusal(Z, "checkpoint_type", "FULL_STATE_DICT", "checkpoint_type: FULL_STATE_DICT is not offered"),
+    effect(Z, "mixed_precision", False, "config.train.precision", "fp32"),
+    refusal(Z, "use_fp16", True, "zero_config.use_fp16: fp16 is not offered"),
     # rows with a prompt and an answer
     effect(INSTRUCT, "source", DataFormat.PARQUET, "config.data.train.0.kind", "parquet"),
     effect(INSTRUCT, "source", "json", "config.data.train.0.kind", "json"),
@@ -291,6 +341,9 @@ def spec_of(client: Any, row: Row) -> Any:
     runtime, trainer = RUNTIME, thing
     if row.cls is TorchTuneConfig:
         trainer = BuiltinTrainer(thing)
+    elif row.cls in (FsdpConfig, ZeroConfig):
+        which = "fsdp_config" if row.cls is FsdpConfig else "zero_config"
+        trainer = BuiltinTrainer(TorchTuneConfig(num_nodes=2, num_procs_per_node=4, **{which: thing}))
     elif row.cls is LoraConfig:
         trainer = BuiltinTrainer(TorchTuneConfig(peft_config=thing))
     elif row.cls in (INSTRUCT, CHAT, PICTURES, CustomDataset):
@@ -324,7 +377,7 @@ def test_a_field(client, row):
 
 @pytest.mark.parametrize(
     "cls",
-    [T, L, INSTRUCT, CHAT, PICTURES, CustomDataset, CustomTrainer, CustomTrainerContainer, BuiltinTrainer],
+    [T, L, F, Z, INSTRUCT, CHAT, PICTURES, CustomDataset, CustomTrainer, CustomTrainerContainer, BuiltinTrainer],
     ids=lambda c: c.__name__,
 )
 def test_no_field_is_without_a_row(cls):

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock
 
+from luthier.config.kinds import kind_of
 from luthier.config.sections import DataConfig, SourceConfig
 from luthier.data.prepare import Progress, SourceReader
 from luthier.data.sources import files_of, hub
@@ -26,7 +27,7 @@ from luthier.errors import DataError
 from luthier.hf.render import Tokenizer
 from luthier.hf.tokenizer import fingerprint
 
-VERSION = 2
+VERSION = 3
 """Raise it when the same rows become other samples, or the arrays change: no older entry is then found."""
 
 _TOLD_EVERY = 256
@@ -153,6 +154,7 @@ def _key(reader: SourceReader) -> str:
         "length": [data.sequence_length, data.too_long],
         "on_bad_row": data.on_bad_row,
         "tokenizer": fingerprint(reader.tokenizer),
+        "kind": kind_of(data),
     }
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:40]
 

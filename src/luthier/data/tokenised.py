@@ -27,8 +27,13 @@ COLUMNS: dict[str, str] = {
     "document": "<i8",
     "origin_file": "<i4",
     "origin_number": "<i8",
+    "documents": "<i8",
+    "parts": "<i8",
+    "meta": "|u1",
+    "meta_sizes": "<i8",
 }
-"""Name -> dtype. The first three have an entry per position, the others an entry per sample.
+"""Name -> dtype. The first three have an entry per position, `parts` (lengths) one per document, `meta` (JSON, nothing
+where there is none) one per byte, the others one per sample.
 
 An origin number counts lines, or rows where it is negative.
 """
@@ -42,6 +47,8 @@ class Tokenised:
     Attributes:
         columns: the arrays of `COLUMNS`.
         starts: int64 [samples + 1], where each sample begins in the first three.
+        part_starts: the same in `parts`.
+        meta_starts: the same in `meta`.
         origins: names that `origin_file` points at.
         report: what became of the rows.
         stop_ids: tokens that ended what the model is to say.
@@ -50,6 +57,8 @@ class Tokenised:
 
     columns: dict[str, np.ndarray]
     starts: np.ndarray
+    part_starts: np.ndarray
+    meta_starts: np.ndarray
     origins: list[str]
     report: DataReport
     stop_ids: list[int]
@@ -61,7 +70,16 @@ class Tokenised:
     def __getitem__(self, index: int) -> Sample:
         start, end = int(self.starts[index]), int(self.starts[index + 1])
         tokens, targets, weights = (self.columns[name][start:end] for name in ("tokens", "targets", "weights"))
-        return Sample(tokens.astype(np.int64), targets.astype(np.int64), np.array(weights), self.origin(index))
+        parts: list[int] = self.columns["parts"][self.part_starts[index] : self.part_starts[index + 1]].tolist()
+        meta = self.columns["meta"][self.meta_starts[index] : self.meta_starts[index + 1]].tobytes()
+        return Sample(
+            tokens.astype(np.int64),
+            targets.astype(np.int64),
+            np.array(weights),
+            self.origin(index),
+            tuple(parts) if len(parts) > 1 else (),
+            json.loads(meta) if meta else {},
+        )
 
     def origin(self, index: int) -> str:
         """File and line of a sample."""
@@ -84,6 +102,7 @@ class Writer:
 
     def add(self, sample: Sample, document: int, origin_file: int, origin: Origin) -> None:
         """Append a sample that came from the `document`-th row."""
+        meta = json.dumps(sample.meta).encode() if sample.meta else b""
         values: dict[str, Any] = {
             "tokens": sample.tokens,
             "targets": sample.targets,
@@ -94,6 +113,10 @@ class Writer:
             "document": [document],
             "origin_file": [origin_file],
             "origin_number": [origin.number if origin.unit == "line" else -origin.number],
+            "documents": [len(sample.lengths)],
+            "parts": sample.lengths,
+            "meta": np.frombuffer(meta, np.uint8),
+            "meta_sizes": [len(meta)],
         }
         for name, value in values.items():
             data = np.asarray(value).astype(COLUMNS[name]).tobytes()
@@ -128,10 +151,15 @@ class MemoryColumns:
 def assemble(meta: dict[str, Any], read: Callable[[str], np.ndarray]) -> Tokenised:
     """Samples from their arrays."""
     columns = {name: read(name) for name in COLUMNS}
-    starts = np.concatenate([[0], np.cumsum(columns["lengths"], dtype=np.int64)])
+
+    def starts(name: str) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(columns[name], dtype=np.int64)])
+
     return Tokenised(
         columns=columns,
-        starts=starts,
+        starts=starts("lengths"),
+        part_starts=starts("documents"),
+        meta_starts=starts("meta_sizes"),
         origins=list(meta["origins"]),
         report=DataReport.from_dict(meta["report"]),
         stop_ids=[int(token) for token in meta["stop_ids"]],

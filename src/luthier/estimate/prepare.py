@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from luthier.adapters import apply_lora, is_adapter_weight, quantizable, quantized_report
+from luthier.adapters import LoraReport, apply_adapter, is_adapter_weight, quantizable, quantized_report
 from luthier.adapters.structure import settle_ties
-from luthier.config import RunConfig
+from luthier.config import LoraConfig, RunConfig
 from luthier.engine.build import DTYPES, choose_precision
 from luthier.estimate.measure import measure
 from luthier.estimate.models import full_name, known
@@ -61,8 +61,8 @@ def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
         parameter.data = parameter.data.to(DTYPES[precision])
     line, quantised = None, {}
     if config.adapter is not None:
-        report = apply_lora(model, config.adapter, config.seed)
-        if config.adapter.quantize:
+        report = apply_adapter(model, config.adapter, config.seed)
+        if isinstance(report, LoraReport) and isinstance(config.adapter, LoraConfig) and config.adapter.quantize:
             double = config.adapter.double_quantize
             names = quantizable(model)
             quantised = {name: expected_bytes(model.get_parameter(name).numel(), double) for name in names}

@@ -52,6 +52,12 @@ if TYPE_CHECKING:
         TrainerCommand,
         TrainingRuntimeSpecPatch,
     )
+    from luthier.jobs.sharding import (
+        FsdpConfig,
+        ShardingStrategy,
+        StateDictType,
+        ZeroConfig,
+    )
     from luthier.jobs.spec import (
         JobSpec,
     )
@@ -108,6 +114,7 @@ __all__ = [
     "DatasetInitializer",
     "Event",
     "Framework",
+    "FsdpConfig",
     "HuggingFaceDatasetInitializer",
     "HuggingFaceModelInitializer",
     "InheritEnvironment",
@@ -137,7 +144,9 @@ __all__ = [
     "RuntimeTrainer",
     "S3DatasetInitializer",
     "S3ModelInitializer",
+    "ShardingStrategy",
     "SlurmBackendConfig",
+    "StateDictType",
     "Step",
     "TorchTuneChatDataset",
     "TorchTuneConfig",
@@ -152,6 +161,7 @@ __all__ = [
     "TrainerStatus",
     "TrainerType",
     "TrainingRuntimeSpecPatch",
+    "ZeroConfig",
     "register_dataset",
     "register_engine",
 ]
@@ -164,7 +174,7 @@ _HOMES = {
     "register_dataset": "datasets",
     "register_engine": "engines",
 }
-_LIGHT = ("types", "trainers", "options", "spec")
+_LIGHT = ("types", "trainers", "sharding", "options", "spec")
 """Modules of all other names; each is imported when something of it is asked for."""
 
 

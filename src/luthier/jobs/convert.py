@@ -12,6 +12,7 @@ from luthier.config.faults import shown
 from luthier.config.suggest import nearest
 from luthier.errors import ConfigError
 from luthier.jobs.convert_data import data_source
+from luthier.jobs.convert_sharding import put_sharding
 from luthier.jobs.trainers import DataType, LoraConfig, Loss, TorchTuneConfig
 
 AT = "trainer.config"
@@ -93,7 +94,8 @@ def convert(config: TorchTuneConfig, base: dict[str, Any]) -> Draft:
         the run, and what is wrong; ranges are checked by whoever reads the run.
     """
     draft = Draft(deepcopy(base))
-    if any(getattr(config, name) is not None for name in _DEGREES):
+    sharded = config.fsdp_config is not None or config.zero_config is not None
+    if sharded or any(getattr(config, name) is not None for name in _DEGREES):
         draft.config.pop("parallel", None)  # one's own layout does not mix with the catalogue's
     for name, path in PLACES.items():
         if (value := getattr(config, name)) is not None:
@@ -108,6 +110,7 @@ def convert(config: TorchTuneConfig, base: dict[str, Any]) -> Draft:
         draft.put("train.max_gradient_norm", config.clip_grad_norm or None, f"{AT}.clip_grad_norm")
     _batch(config, draft)
     _recomputation(config, draft)
+    put_sharding(config, draft, AT, word)
     if config.chat_template is not None:
         carry_template(config.chat_template, f"{AT}.chat_template", draft)
     if config.peft_config is not None:
@@ -170,14 +173,15 @@ def carry_template(path: str, where: str, draft: Draft) -> None:
 
 def _adapter(lora: LoraConfig, draft: Draft) -> dict[str, Any]:
     at = f"{AT}.peft_config"
-    if lora.use_dora:
-        draft.refuse(f"{at}.use_dora", "is not offered yet", "leave it out: plain LoRA is")
     target = _targets(lora, draft)
     adapter: dict[str, Any] = {"kind": "lora", "target": target}
     for name in ("rank", "alpha", "dropout"):
         if (value := getattr(lora, f"lora_{name}")) is not None:
             adapter[name] = value
             draft.origins[f"adapter.{name}"] = f"{at}.lora_{name}"
+    if lora.use_dora is not None:
+        adapter["dora"] = lora.use_dora
+        draft.origins["adapter.dora"] = f"{at}.use_dora"
     if lora.quantize_base:
         adapter["quantize"] = "nf4"
         draft.origins["adapter.quantize"] = f"{at}.quantize_base"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from luthier.jobs.sharding import FsdpConfig, ZeroConfig
 from luthier.jobs.types import Initializer, Runtime, fields_named
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ class TorchTuneConfig:
         chat_template: a Jinja file on this machine, which travels along.
         save_every_n_steps, run_val_every_n_steps, log_every_n_steps: checkpoints, measurements, rows of metrics.
         validation_fraction: the share of rows that is held out.
+        fsdp_config, zero_config: how processes share the model, by KEP-2401's fields; at most one of them.
     """
 
     dtype: DataType | str | None = None
@@ -223,6 +225,8 @@ class TorchTuneConfig:
     save_every_n_steps: int | None = None
     run_val_every_n_steps: int | None = None
     log_every_n_steps: int | None = None
+    fsdp_config: FsdpConfig | None = None
+    zero_config: ZeroConfig | None = None
 
 
 @fields_named
