@@ -149,6 +149,8 @@ def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: U
     bound_kernel_cache()
     plan = _Plan(how, moe)
     adapter, device, mesh, seed = how["adapter"], plan.device, plan.mesh, plan.seed
+    if plan.packing is not None and device.type == "cpu":
+        tune_allocator(keep=False)  # plain weights come and go, one at a time
     model = load_model(
         source,
         dtype=DTYPES[choose_precision(how.get("precision"), device)],
