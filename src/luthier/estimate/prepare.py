@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from luthier.adapters import apply_adapter, is_adapter_weight
+from luthier.adapters.rows import NewTokens
 from luthier.adapters.structure import settle_ties
-from luthier.config import RunConfig
+from luthier.config import AdapterConfig, LoraConfig, RunConfig
 from luthier.engine.build import DTYPES, choose_precision
 from luthier.estimate.measure import measure
 from luthier.estimate.models import full_name, known
@@ -41,6 +42,13 @@ class Prepared:
     precision: str
 
 
+def _tokens(model: Any, adapter: AdapterConfig) -> NewTokens | None:
+    """As many rows as new tokens are named; which they are makes no difference to what a run takes."""
+    count = len(adapter.new_tokens) if isinstance(adapter, LoraConfig) else 0
+    last = len(model.get_input_embeddings().weight)
+    return NewTokens(tuple(range(last - count, last))) if count else None
+
+
 def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
     """Build a run's model on meta and measure it. Nothing but its `config.json` is read, no weight and no row.
 
@@ -60,7 +68,7 @@ def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
         parameter.data = parameter.data.to(DTYPES[precision])
     line = None
     if config.adapter is not None:
-        line = str(apply_adapter(model, config.adapter, config.seed))
+        line = str(apply_adapter(model, config.adapter, config.seed, _tokens(model, config.adapter)))
     settle_ties(model)
     tie_on_meta(model)
     inside = tuple(f"{layer}." for layer in describe(model).layers)
