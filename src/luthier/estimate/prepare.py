@@ -9,18 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-<<<<<<< HEAD
 from luthier.adapters import LoraReport, apply_adapter, is_adapter_weight, quantizable, quantized_report
 from luthier.adapters.rows import NewTokens
 from luthier.adapters.structure import settle_ties
 from luthier.config import AdapterConfig, LoraConfig, RunConfig
-=======
-from luthier.adapters import apply_adapter, is_adapter_weight
-from luthier.adapters.rows import NewTokens
-from luthier.adapters.rows import NewTokens
-from luthier.adapters.structure import settle_ties
-from luthier.config import AdapterConfig, LoraConfig, RunConfig
->>>>>>> wt-prompts
 from luthier.engine.build import DTYPES, choose_precision
 from luthier.estimate.measure import measure
 from luthier.estimate.models import full_name, known
@@ -77,7 +69,6 @@ def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
         parameter.data = parameter.data.to(DTYPES[precision])
     line, quantised = None, {}
     if config.adapter is not None:
-<<<<<<< HEAD
         report = apply_adapter(model, config.adapter, config.seed, _tokens(model, config.adapter))
         if isinstance(report, LoraReport) and isinstance(config.adapter, LoraConfig) and config.adapter.quantize:
             double = config.adapter.double_quantize
@@ -85,9 +76,6 @@ def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
             quantised = {name: expected_bytes(model.get_parameter(name).numel(), double) for name in names}
             report = replace(report, quantized=str(quantized_report(model, names, double)))
         line = str(report)
-=======
-        line = str(apply_adapter(model, config.adapter, config.seed, _tokens(model, config.adapter)))
->>>>>>> wt-prompts
     settle_ties(model)
     tie_on_meta(model)
     inside = tuple(f"{layer}." for layer in describe(model).layers)
