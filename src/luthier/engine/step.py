@@ -19,7 +19,7 @@ from luthier.engine.network import counted, held, require_readable, summed, whol
 from luthier.engine.state import TrainState
 from luthier.hf.forward import hidden_states
 from luthier.parallel.fsdp import within
-from luthier.parallel.norm import gradient_norm, settle
+from luthier.parallel.norm import gradient_norm, norm_of, settle
 from luthier.parallel.pipeline import Pipeline
 
 LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor] | HiddenLoss
@@ -102,7 +102,12 @@ def _run(
 ) -> list[ForwardBackward]:
     if state.pipeline is not None:
         return _through_stages(state, state.pipeline, batches, loss, all_logprobs)
-    return [_forward_backward(state, batch, loss, all_logprobs) for batch in batches]
+    if state.in_backward is None:
+        return [_forward_backward(state, batch, loss, all_logprobs) for batch in batches]
+    *earlier, last = batches
+    found = [_forward_backward(state, batch, loss, all_logprobs) for batch in earlier]
+    with state.in_backward.armed():
+        return [*found, _forward_backward(state, last, loss, all_logprobs)]
 
 
 def _count(state: TrainState, batches: list[Batch]) -> None:
@@ -219,15 +224,17 @@ def optim_step(
     if state.pipeline is not None:
         state.pipeline.settle()
         counted = [parameter for name, parameter in trainable.items() if name not in state.pipeline.copies]
-    norm = gradient_norm(counted, state.mesh)
+    if state.in_backward is not None:  # weights have changed already; what is left over is of weights without a loss
+        norm = norm_of(state.in_backward.squares(), state.mesh)
+    else:
+        norm = gradient_norm(counted, state.mesh)
     finite = bool(torch.isfinite(norm)) and math.isfinite(loss)
     bad = None
-    if finite:
+    if finite and state.in_backward is None:
         clip = min(1.0, max_gradient_norm / float(norm)) if max_gradient_norm is not None and norm > 0 else 1.0
-        for group in state.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * learning_rate_factor
+        set_learning_rate(state, learning_rate_factor)
         state.optimizer.step(gradient_factor=clip)
-    else:
+    elif not finite:
         bad = first_bad_gradient(trainable)
         state.counters.skipped_steps += 1
     if state.balance is not None:
@@ -235,6 +242,12 @@ def optim_step(
     state.optimizer.zero_grad(set_to_none=True)
     state.counters.step += counts
     return OptimStep(float(norm), finite, bad)
+
+
+def set_learning_rate(state: TrainState, factor: float) -> None:
+    """Multiply the configured learning rate of every parameter group; before the backward pass for those in it."""
+    for group in state.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
 
 
 def _scatter(values: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from luthier.data.loader import StepBatch, StreamRows
 from luthier.engine.guards import bad_rows, first_bad_weight, non_finite_error
-from luthier.engine.step import ForwardBackward, optim_step
+from luthier.engine.step import ForwardBackward, optim_step, set_learning_rate
 from luthier.launch import STEP_TIMEOUT, GarbageCollection, any_rank, set_timeout, unhurried
 from luthier.optim.schedules import factor
 from luthier.recipes.export import export_state
@@ -36,9 +36,7 @@ class Measured(Protocol):
     @property
     def loss(self) -> float: ...
     @property
-    def perplexity(self) -> float: ...
-    @property
-    def trained_tokens(self) -> int: ...
+    def metrics(self) -> Mapping[str, float]: ...
     def to_dict(self) -> dict[str, Any]: ...
 
 
@@ -63,6 +61,7 @@ def loop(run: Run, take_step: TakeStep, measure: Measure) -> None:
         Profiler(config.train.profile, run.directory.profile) as profiler,
     ):
         for batch in run.loader:
+            set_learning_rate(state, factor(state.counters.step, run.total, config.schedule))
             with profiler.step(state.counters.step + 1):
                 measured = take_step(run, batch)
             set_timeout(STEP_TIMEOUT)
