@@ -181,7 +181,7 @@ COMPANIONS = {
 }
 
 # What a way of training cannot do without.
-METHODS = {"grpo": ", rewards: [a:b]"}
+METHODS = {"grpo": ", rewards: [a:b]", "distill": ", teacher: a/b"}
 
 
 def companions(path: str) -> list[str]:

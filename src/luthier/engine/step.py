@@ -15,6 +15,7 @@ import torch
 
 from luthier.batch import Batch
 from luthier.engine.guards import first_bad_gradient
+from luthier.engine.hidden import HiddenLoss
 from luthier.engine.network import counted, held, require_readable, summed, whole
 from luthier.engine.prefixes import Shared, laid, read_off, shared_of
 from luthier.engine.state import TrainState
@@ -23,8 +24,9 @@ from luthier.parallel.fsdp import within
 from luthier.parallel.norm import gradient_norm, norm_of, settle
 from luthier.parallel.pipeline import Pipeline
 
-LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]
-"""loss(logprobs, batch) -> scalar. `logprobs` [T] or [T, K] holds log p(target) where the weight is not 0, else 0."""
+LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor] | HiddenLoss
+"""loss(logprobs, batch) -> scalar. `logprobs` [T] or [T, K] holds log p(target) where the weight is not 0, else 0. Or
+what reads hidden states (`engine.hidden`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,8 @@ def forward_backward_all(
     Args:
         state: whose model runs and whose gradients grow.
         batches: microbatches on any device.
-        loss: a loss of one's own; weighted cross-entropy when left out, which takes one target a position.
+        loss: a loss of one's own, of log-probabilities or of hidden states; weighted cross-entropy when left out, which
+            takes one target a position.
         all_logprobs: give log-probabilities of targets of weight 0 as well, for a forward pass of the head on these.
         share_prefixes: run what the documents of a row begin with once, where this model can (`prefixes.py`).
 
@@ -178,6 +181,8 @@ def _score(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """From the hidden states of a padded row, or of this rank's part of it, to the microbatch's loss and
     log-probabilities [T] or [T, K]."""
+    if isinstance(loss, HiddenLoss):
+        return loss.score(state, hidden, row, batch)
     weights = row.weights[0]
     chosen = counted(row)  # [n], none of them in the padding
     if chosen.numel() == 0:  # whoever shares weights has to take part in every collective, so with a position that
