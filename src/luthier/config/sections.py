@@ -157,6 +157,8 @@ class AdamWConfig(_OptimizerBase):
     name: Literal["adamw"] = "adamw"
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     epsilon: PositiveFloat = 1.0e-8
+    state_dtype: Literal["fp32", "int8"] = "fp32"
+    """Dtype of the two moments; int8 is bitsandbytes' 8 bits in blocks (Dettmers et al. 2021)."""
 
 
 class StochasticAdamWConfig(_OptimizerBase):
@@ -165,8 +167,8 @@ class StochasticAdamWConfig(_OptimizerBase):
     name: Literal["stochastic_adamw"]
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     epsilon: PositiveFloat = 1.0e-8
-    state_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of the two moments."""
+    state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Dtype of the two moments; int8 as of adamw."""
 
 
 class SGDConfig(_OptimizerBase):
