@@ -1,4 +1,4 @@
-"""Rows of answers to prompts: pairs, ranked answers, labelled ones, prompts alone; told from columns; refused by name."""
+"""Rows of answers to prompts: pairs, ranked and labelled answers, prompts alone; told from columns, refused by name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_formats_are_told_from_columns_and_method(columns: str, kind: Kind, want
 
 
 def test_columns_that_do_not_fit_the_method() -> None:
-    with pytest.raises(DataError, match="no format for pairs fits the columns.*chosen and rejected"):
+    with pytest.raises(DataError, match=r"no format for pairs fits the columns.*chosen and rejected"):
         detect(["prompt", "completion"], SourceConfig(path="x"), "pairs")
     with pytest.raises(DataError, match="method: dpo"):
         detect(["prompt", "chosen", "rejected"], SourceConfig(path="x"))
@@ -129,10 +129,10 @@ def test_labelled_answers_carry_another_prompts_answer(tiny: Any) -> None:
         form({"prompt": "a", "completion": " 1", "label": "perhaps"})
 
 
-def test_prompts_alone_keep_their_other_columns(tiny: Any, smol: Any) -> None:
+def test_prompts_alone_keep_their_rows(tiny: Any, smol: Any) -> None:
     sample = made(tiny, {"prompt": "2+2?", "answer": 4}, "prompt", "prompts")
     assert tiny.decode(sample.tokens) == "2+2?"
-    assert sample.meta == {"answer": 4}
+    assert sample.meta == {"prompt": "2+2?", "answer": 4}
     assert not sample.weights.any()
     assert sample.targets[-1] == NO_TOKEN
     asked = made(smol, {"prompt": [USER]}, "prompt", "prompts")
@@ -156,7 +156,8 @@ def test_pairs_come_out_of_the_cache_and_the_loader_whole(tmp_path: Any, tiny: A
     first = rows_of(tmp_path, PAIRS, "pairs", tiny, sequence_length=64)
     again = rows_of(tmp_path, PAIRS, "pairs", tiny, sequence_length=64)
     assert first.fingerprint == again.fingerprint
-    assert again[3].parts == first[3].parts and len(first[3].parts) == 2 and again[3].number == 3
+    assert again[3].parts == first[3].parts
+    assert (len(first[3].parts), again[3].number) == (2, 3)
     config = DataConfig(train=str(tmp_path / "rows.jsonl"), sequence_length=64)
     seen: list[int] = []
     for step in Loader(first, config, TrainConfig(rows_per_step=5)):
@@ -174,7 +175,7 @@ def test_pairs_come_out_of_the_cache_and_the_loader_whole(tmp_path: Any, tiny: A
 def test_what_is_too_long_is_so_by_one_answer(tmp_path: Any, tiny: Any) -> None:
     rows = [{"prompt": "a" * 10, "chosen": "b" * 4, "rejected": "c" * 40}]
     cut = rows_of(tmp_path, rows, "pairs", tiny, sequence_length=20)
-    assert max(cut[0].parts) == 20 and cut.report.truncated == 1
+    assert (max(cut[0].parts), cut.report.truncated) == (20, 1)
     with pytest.raises(DataError, match="more than the sequence length 20"):
         rows_of(tmp_path, rows, "pairs", tiny, sequence_length=20, too_long="raise")
     with pytest.raises(DataError, match="1 row dropped"):
@@ -193,7 +194,8 @@ def test_a_bad_row_is_named_with_its_line(tmp_path: Any, tiny: Any) -> None:
 def test_both_sides_are_shown(tmp_path: Any, tiny: Any) -> None:
     sample = rows_of(tmp_path, PAIRS, "pairs", tiny)[1]
     text = render_row(sample, tiny).plain
-    assert "(first)" in text and "(second)" in text
+    assert "(first)" in text
+    assert "(second)" in text
     run = {"model": "debug:llama", "data": {"train": str(tmp_path / "rows.jsonl")}, "method": "dpo"}
     told, _ = show(RunConfig.model_validate(run), rows=2)
     assert told["rows"][0]["parts"] == list(rows_of(tmp_path, PAIRS, "pairs", tiny)[0].parts)

@@ -22,6 +22,7 @@ from luthier.adapters.peft_config import (
     read_peft_config,
     read_tensors,
 )
+from luthier.adapters.principal import filed_spec
 from luthier.adapters.rows import SUFFIX as ROWS
 from luthier.adapters.rows import attach_rows, ids_for_peft, in_order, rows_of, tie_rows, tokens_in_file
 from luthier.adapters.structure import (
@@ -81,9 +82,9 @@ def save_peft(
     own = _own_tensors(model, layers, trained)
     told = exchange(
         (
-            {name: layer.lora_spec for name, layer in layers.items()},
+            {name: filed_spec(layer) for name, layer in layers.items()},
             any(layer.lora_shape.transposed for layer in layers.values() if not isinstance(layer, ExpertsAdapter)),
-            [Entry.of(key, _as_filed(key, value.to("meta"))) for key, value in own.items()],
+            [Entry.of(key, _as_filed(key, value)) for key, value in _on_meta(own).items()],
         ),
         group,
     )
@@ -135,9 +136,12 @@ def save_peft(
     return target
 
 
-def _own_tensors(model: Any, layers: Mapping[str, Adapted], trained: Sequence[str]) -> dict[str, Tensor]:
-    """key in PEFT's file -> this rank's part of what it stands for."""
-    own: dict[str, Tensor] = {}
+_Own = dict[str, Tensor | tuple[Tensor, Tensor]]
+"""key in PEFT's file -> this rank's part of what it stands for; a pair is written end to end."""
+
+
+def _own_tensors(model: Any, layers: Mapping[str, Adapted], trained: Sequence[str]) -> _Own:
+    own: _Own = {}
     filed = {name: name for name in layers}
     for group in find_experts(model):
         wanted = [name for key in group.sliced if (name := f"{group.name}.{key}") in layers]
@@ -147,6 +151,9 @@ def _own_tensors(model: Any, layers: Mapping[str, Adapted], trained: Sequence[st
         own[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A.weight
         up = layer.lora_B.weight if isinstance(layer, ExpertsAdapter) else layer.lora_B.effective.detach()
         own[f"{PREFIX}{name}.lora_B.weight"] = up
+        if (first := getattr(layer, "lora_first", None)) is not None:  # the base in files is as it was (`principal`)
+            own[f"{PREFIX}{name}.lora_A.weight"] = (layer.lora_A.weight, first[0])
+            own[f"{PREFIX}{name}.lora_B.weight"] = (up, -first[1])
         if not isinstance(layer, ExpertsAdapter) and layer.lora_spec.dora:
             own[f"{PREFIX}{name}{_LENGTHS}"] = layer.lora_magnitude_vector.weight
     for name, rows in rows_of(model).items():
@@ -159,7 +166,7 @@ def _own_tensors(model: Any, layers: Mapping[str, Adapted], trained: Sequence[st
 
 
 def _write_own(
-    path: Path, entries: Sequence[Entry], own: Mapping[str, Tensor], writers: Mapping[str, int], group: Group | None
+    path: Path, entries: Sequence[Entry], own: _Own, writers: Mapping[str, int], group: Group | None
 ) -> None:
     """Gather and write one tensor after the other; ranks that hold the same take the same in the same order."""
     failure: Exception | None = None
@@ -167,7 +174,10 @@ def _write_own(
     for entry in entries:
         if entry.name not in own:
             continue
-        value = gather(own[entry.name], global_rank(group, writers[entry.name]))
+        found = own[entry.name]
+        parts = found if isinstance(found, tuple) else (found,)
+        gathered = [gather(part, global_rank(group, writers[entry.name])) for part in parts]
+        value = _joined(entry.name, gathered)
         if value is not None and writers[entry.name] == rank_in(group) and failure is None:
             try:
                 file.write(entry.name, _as_filed(entry.name, value))
@@ -176,6 +186,21 @@ def _write_own(
     file.close()
     if failure is not None:
         raise failure
+
+
+def _joined(key: str, parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Parts one after the other, along the rank; None where they lie elsewhere."""
+    here = [part for part in parts if part is not None]
+    return None if not here else here[0] if len(here) == 1 else torch.cat(here, 0 if "lora_A" in key else 1)
+
+
+def _on_meta(own: _Own) -> dict[str, Tensor]:
+    """The whole tensors' shapes and dtypes."""
+    made = {}
+    for key, found in own.items():
+        parts = found if isinstance(found, tuple) else (found,)
+        made[key] = _joined(key, [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in parts])
+    return {key: value for key, value in made.items() if value is not None}
 
 
 def _as_filed(key: str, value: Tensor) -> Tensor:

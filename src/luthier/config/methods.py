@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from luthier.config.kinds import Kind
+from luthier.config.reinforcement import GrpoConfig
 from luthier.config.sections import PathText, Section
 
 
@@ -38,8 +39,11 @@ class DpoConfig(_SharedPrompts):
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
     """The share of pairs that are taken to be the wrong way round (sigmoid: conservative DPO; robust)."""
     reference: PathText = "precomputed"
-    """What answers are compared with: precomputed (the model before its first step, run over the rows once and kept);
-    base (the model without its adapter, run in every step); or another model, named as `model` is, run once."""
+    """What answers are compared with. precomputed: the model before its first step, run over the rows once and kept by
+    content; base: the same, run again in every step; or another model, named as `model` is, run over the rows once."""
+
+    cross_entropy: NonNegativeFloat = 0.0
+    """Weight of the mean cross-entropy of chosen answers' tokens, added to the loss."""
 
     @model_validator(mode="after")
     def _smoothed(self) -> DpoConfig:
@@ -72,9 +76,11 @@ class SimpoConfig(_SharedPrompts):
     """The margin that the chosen answer is to have (TRL: simpo_gamma)."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
     """The share of pairs that are taken to be the wrong way round."""
+    cross_entropy: NonNegativeFloat = 0.0
+    """As of dpo (TRL: cpo_alpha)."""
 
 
-class KtoConfig(_SharedPrompts):
+class KtoConfig(Section):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306): answers with a label
     each, good or bad."""
 
@@ -98,6 +104,6 @@ def _named(value: Any) -> Any:
 
 
 MethodConfig = Annotated[
-    Annotated[SftConfig | DpoConfig | OrpoConfig | SimpoConfig | KtoConfig, Field(discriminator="name")],
+    Annotated[SftConfig | DpoConfig | OrpoConfig | SimpoConfig | KtoConfig | GrpoConfig, Field(discriminator="name")],
     BeforeValidator(_named),
 ]

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from luthier.config.adapters import AdapterConfig
 from luthier.config.base import PathText, Section
 from luthier.config.kinds import set_kind
+from luthier.config.method import Method
 from luthier.config.methods import MethodConfig, SftConfig
 from luthier.config.schedules import ConstantSchedule, ScheduleConfig
 from luthier.config.sections import (
@@ -101,6 +102,18 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _in_backward_sees_one_gradient_at_a_time(self) -> RunConfig:
+        if self.optimizer.in_backward and self.train.max_gradient_norm is not None:
+            raise ValueError("optimizer.in_backward cannot clip to a global norm; set train.max_gradient_norm: null")
+        if self.optimizer.in_backward and self.train.on_non_finite == "skip":
+            raise ValueError("optimizer.in_backward cannot leave a step out; set train.on_non_finite: stop")
+        return self
+
+    @model_validator(mode="after")
     def _rows_are_what_the_method_needs(self) -> RunConfig:
         set_kind(self.data, self.method.rows)
+        if self.data.streaming and getattr(self.method, "reference", "base") != "base":
+            raise ValueError("data.streaming needs method.reference: base, since rows that stream have no numbers")
+        if isinstance(self.method, Method):
+            self.method.check(self)
         return self

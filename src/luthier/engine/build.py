@@ -12,6 +12,7 @@ import copy
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Literal, Required, TypedDict, Unpack
 
 import torch
@@ -47,10 +48,12 @@ from luthier.hf.load import DTYPES, load_model, tie_on_meta
 from luthier.hf.small import kind_of, make_small
 from luthier.hf.source import ModelSource
 from luthier.optim.build import build_optimizer
+from luthier.optim.in_backward import InBackward
 from luthier.parallel import context, expert, rules, tensor
 from luthier.parallel.checkpointing import Policy, checkpoint_activations
 from luthier.parallel.fsdp import shard, sum_what_is_whole
 from luthier.parallel.mesh import Mesh
+from luthier.parallel.norm import square
 from luthier.parallel.pipeline import Cut, Pipeline, cut
 from luthier.parallel.programs import stages_of
 
@@ -336,13 +339,14 @@ def build_state(
     Raises:
         as `build_network`.
     """
+    if optimizer.in_backward and (mesh := how.get("mesh")) is not None:
+        rules.check_in_backward(mesh.layout)
     network = build_network(source, moe=moe or MoeConfig(), **how)
     model = network.model
     model.train()
     if network.device.type == "cpu":
         # after loading, so that what loading freed has gone back to the system
-        mesh = network.mesh
-        tune_allocator(keep=mesh is None or mesh.layout.fsdp * mesh.layout.efsdp == 1)
+        tune_allocator(keep=network.mesh is None or network.mesh.layout.fsdp * network.mesh.layout.efsdp == 1)
     inside = tuple(f"{layer}." for layer in describe(model).layers)
     made = build_optimizer(
         model.named_parameters(),
@@ -353,4 +357,7 @@ def build_state(
         part=network.pipeline is not None,
     )
     known = {field.name: getattr(network, field.name) for field in fields(network)}
-    return TrainState(optimizer=made, **known)
+    state = TrainState(optimizer=made, **known)
+    if optimizer.in_backward:
+        state.in_backward = InBackward(made, state.trainable, partial(square, mesh=network.mesh))
+    return state

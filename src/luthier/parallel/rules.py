@@ -23,6 +23,21 @@ REFUSALS: dict[str, Callable[[Any, int], str | None]] = {
 """Degree -> refusal(model, degree): the reason as a clause, or None. Data parallelism cuts any model."""
 
 
+def check_in_backward(layout: Layout) -> None:
+    """Refuse layouts whose gradients are not whole when a backward pass ends.
+
+    Raises:
+        ConfigError: it has tp, cp, pp or ep; names the degrees.
+    """
+    named = [name for name in ("tp", "cp", "pp", "ep") if getattr(layout, name) > 1]
+    if named:
+        raise ConfigError(
+            f"gradients under {' and '.join(named)} are put together after the backward pass",
+            where="optimizer.in_backward",
+            remedy="leave it out, or take dp_shard and dp_replicate alone",
+        )
+
+
 def check(model: Any, layout: Layout, stages_per_rank: int = 1) -> None:
     """Refuse a layout that the model's mathematics does not admit.
 

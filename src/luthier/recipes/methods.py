@@ -28,6 +28,26 @@ def recipe_of(config: RunConfig) -> Recipe:
             from luthier.recipes import sft
 
             return sft
+        case "dpo":
+            from luthier.recipes import dpo
+
+            return dpo
+        case "orpo":
+            from luthier.recipes import orpo
+
+            return orpo
+        case "simpo":
+            from luthier.recipes import simpo
+
+            return simpo
+        case "kto":
+            from luthier.recipes import kto
+
+            return kto
+        case "grpo":
+            from luthier.recipes import grpo
+
+            return grpo
         case name:
             raise ConfigError(f"{name} cannot train yet", where="method")
 

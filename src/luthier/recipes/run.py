@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from luthier.config import RunConfig
-from luthier.data.loader import Loader, LoaderState, Rows, StreamRows
+from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, StreamRows
 from luthier.engine import randomness
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, random_states, read_record, reading
+from luthier.engine.initial import Initial
 from luthier.engine.state import TrainState
 from luthier.errors import CheckpointError, ConfigError, UserError
 from luthier.hf.save import remove_leftovers
@@ -68,6 +70,15 @@ class Run:
     random_states: dict[str, Any] | None = None
     """Of the checkpoint that the run goes on from."""
     course: Course = field(default_factory=Course)
+    initial: Initial | None = None
+    """What trains as it was before the first step, where every step asks it (`reference: base`)."""
+    reference: np.ndarray | None = None
+    """Of training rows, the reference's log-probabilities of their answers; a recipe finds them when it needs them."""
+    held_out_reference: np.ndarray | None = None
+    taken: StepBatch | None = None
+    """What the newest step was taken with."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What a recipe has made ready for all its steps, by name."""
 
     @property
     def data(self) -> dict[str, Any]:
@@ -173,6 +184,7 @@ def open_run(
         rows=rows,
         interruption=interruption,
         total=loader.steps_total(),
+        initial=Initial(state) if getattr(config.method, "reference", None) == "base" else None,
     )
     if state.is_main:
         run.checkpoints.tidy()

@@ -179,6 +179,7 @@ def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:
         "model": model_digest(state.model, group),  # not its name: directories are moved
         "adapter": {"none": "none", "lora": "LoRA"}.get(kind, kind),
         **{f"adapter.{key}": value for key, value in adapter.items()},
+        "method": config.method.name,
         "optimizer.name": config.optimizer.name,
         "train.precision": str(state.outline.dtype).removeprefix("torch."),
         "seed": config.seed,

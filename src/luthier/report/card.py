@@ -126,6 +126,8 @@ def _measurements(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
         numbers.append(("validation loss (nats a token)", f"{validation['loss']:.4f}"))
         if "perplexity" in validation:
             numbers.append(("validation perplexity", f"{validation['perplexity']:.3f}"))
+        if "reward_margin" in validation:
+            numbers.append(("validation reward margin", f"{validation['reward_margin']:.3f}"))
         if "step" in validation:
             numbers.append(("measured at step", str(validation["step"])))
     if (loss := measured.get("loss")) is not None:

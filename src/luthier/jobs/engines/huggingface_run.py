@@ -98,6 +98,7 @@ def train(config: RunConfig) -> int:
             lora_dropout=config.adapter.dropout,
             use_rslora=config.adapter.rslora,
             use_dora=config.adapter.dora,
+            init_lora_weights=True if config.adapter.init == "default" else config.adapter.init,  # type: ignore[arg-type]
             target_modules=targets(config.adapter),
             modules_to_save=list(config.adapter.train_modules) or None,
             task_type="CAUSAL_LM",
