@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from luthier.adapters import peft_experts
+from luthier.adapters.aside import aside_of, rename
 from luthier.adapters.experts import Adapted, ExpertsAdapter, StackShape, adapted, stack_shape
 from luthier.adapters.layer import LoraSpec, is_adapter_weight
 from luthier.adapters.peft_config import (
@@ -22,9 +22,10 @@ from luthier.adapters.peft_config import (
     read_peft_config,
     read_tensors,
 )
+from luthier.adapters.peft_rows import ids_for_peft, in_order, tokens_in_file
 from luthier.adapters.principal import filed_spec
 from luthier.adapters.rows import SUFFIX as ROWS
-from luthier.adapters.rows import attach_rows, ids_for_peft, in_order, rows_of, tie_rows, tokens_in_file
+from luthier.adapters.rows import attach_rows, rows_of, tie_rows
 from luthier.adapters.structure import (
     attach_all,
     both_ends_trained,
@@ -118,7 +119,7 @@ def save_peft(
     )
     target = Path(directory)
     leads = rank_in(group) == 0
-    aside = _aside(target / WEIGHT_FILES[0])
+    aside = aside_of(target / WEIGHT_FILES[0])
     with together(group):
         if leads:
             target.mkdir(parents=True, exist_ok=True)
@@ -129,10 +130,10 @@ def save_peft(
         _write_own(aside, list(entries.values()), own, writers, group)
     with together(group):
         if leads:
-            _rename(aside, target / WEIGHT_FILES[0])
-            aside = _aside(target / CONFIG_FILE)
+            rename(aside, target / WEIGHT_FILES[0])
+            aside = aside_of(target / CONFIG_FILE)
             aside.write_text(text, encoding="utf-8")
-            _rename(aside, target / CONFIG_FILE)
+            rename(aside, target / CONFIG_FILE)
     return target
 
 
@@ -208,21 +209,6 @@ def _as_filed(key: str, value: Tensor) -> Tensor:
     if value.dim() != 3 or (found := _MATRIX.fullmatch(key)) is None:
         return value
     return peft_experts.flat(found["side"], value)
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.aside")
-
-
-def _rename(aside: Path, path: Path) -> None:
-    with open(aside, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def load_peft(
