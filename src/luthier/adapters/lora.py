@@ -128,7 +128,7 @@ def finish_lora(
         _load(model, config)
     else:
         initialise_adapters(model, seed, config.init)
-        initialise_rows(model)
+    initialise_rows(model, fill_in=config.start_from is None)
     freeze(model)
     find_siblings(model, run)
     return report(model, config)

@@ -150,7 +150,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs
     Adds what an adapter beside attention makes of the queries.
     """
     output, weights = attend(module, query, *args, **kwargs)
-    if (beside := module._modules.get(BESIDE)) is not None:
+    beside: Any = module._modules.get(BESIDE)
+    if beside is not None and beside.virtual.on:
         output = output + beside(module, query)
     return output, weights
 
