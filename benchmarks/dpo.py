@@ -186,7 +186,8 @@ def main() -> None:
     tokens = 2 * PAIRS * (PROMPT + ANSWER)
     print("| | CPU-s a step, median | least | tokens of the rows a CPU-s | losses |\n| --- | --- | --- | --- | --- |")
     for name, found in times.items():
-        row = f"{median(found):.2f} | {min(found):.2f} | {tokens / median(found):,.0f} | {', '.join(f'{loss:.4f}' for loss in losses[name])}"
+        told = ", ".join(f"{loss:.4f}" for loss in losses[name])
+        row = f"{median(found):.2f} | {min(found):.2f} | {tokens / median(found):,.0f} | {told}"
         print(f"| {name} | {row} |")
 
     def ratio(one: str, other: str) -> str:

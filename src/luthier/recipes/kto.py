@@ -20,9 +20,9 @@ from luthier.data.loader import StepBatch, pack
 from luthier.engine.evaluate import logprobs_of
 from luthier.engine.step import forward_backward_all
 from luthier.losses.preference import document_sums, kl_estimate, kto
-from luthier.recipes.references import held_out_reference, held_out_sums, totals, with_reference
 from luthier.recipes.loop import finish, loop, noted, update
 from luthier.recipes.pairs import Compared
+from luthier.recipes.references import held_out_reference, held_out_sums, totals, with_reference
 from luthier.recipes.run import Resume, Run, opened
 
 

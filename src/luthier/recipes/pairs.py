@@ -15,8 +15,8 @@ from luthier.batch import NO_TOKEN, Batch
 from luthier.data.loader import StepBatch
 from luthier.engine.step import forward_backward_all
 from luthier.losses.preference import document_sums
-from luthier.recipes.references import held_out_reference, held_out_sums, shares_prompts, totals, with_reference
 from luthier.recipes.loop import noted, update
+from luthier.recipes.references import held_out_reference, held_out_sums, shares_prompts, totals, with_reference
 from luthier.recipes.run import Run
 
 ANSWERS = "answers"
