@@ -103,7 +103,7 @@ def share(batch: Batch) -> Shared | None:
     order = torch.from_numpy(np.concatenate([np.arange(start, stop) for start, stop in pieces]))
     lengths = [stop - start for start, stop in pieces]
     tokens = batch.input_ids[:, order]
-    row = replace(
+    made = replace(
         batch,
         input_ids=tokens,
         position_ids=batch.position_ids[:, order],
@@ -115,7 +115,7 @@ def share(batch: Batch) -> Shared | None:
         rows=(),
         parents=tuple(parents),
     )
-    return Shared(row, torch.from_numpy(index))
+    return Shared(made, torch.from_numpy(index))
 
 
 def shared_of(network: Network, batches: Sequence[Batch], wanted: bool) -> list[Shared | None]:
