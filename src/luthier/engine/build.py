@@ -40,6 +40,7 @@ from luthier.engine.state import TrainState
 from luthier.errors import ConfigError, ModelError
 from luthier.hf.allocator import bound_kernel_cache, tune_allocator
 from luthier.hf.anatomy import Anatomy, describe
+from luthier.hf.classifier import attach_score
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import let_mask_itself, masks_itself, packing_is_exact
 from luthier.hf.head import HeadInfo, linear_head
@@ -125,6 +126,8 @@ class How(TypedDict, total=False):
     """Whose rows of embedding and head train beside LoRA; none when left out."""
     seed: int
     """Of the random initialisation and of the adapters; 0 when left out."""
+    score: bool
+    """A score beside the head, which trains in its place."""
     activation_checkpointing: Policy
     """What the backward pass computes again; nothing when left out."""
     compile_layers: bool
@@ -174,6 +177,8 @@ def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: U
         lora = found if mesh is None else lora or found  # a rank sees its part alone
         if isinstance(lora, LoraReport):
             lora = replace(lora, quantized=plan.quantized)
+    if how.get("score", False):
+        attach_score(model, seed)
     if mesh is not None and mesh.fsdp is not None:
         sum_what_is_whole(model, mesh.fsdp)
     if mesh is None:

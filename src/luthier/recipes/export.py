@@ -14,6 +14,7 @@ from luthier.config.sections import SGDConfig
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, committed, read_record, reading
 from luthier.engine.state import TrainState
 from luthier.errors import CheckpointError, ConfigError
+from luthier.hf.classifier import as_classifier, padding_of
 from luthier.hf.save import base_dtype, replacing, save_model
 from luthier.hf.together import rank_in, together
 from luthier.hf.tokenizer import stop_token_ids
@@ -83,20 +84,22 @@ def export_state(
     if form == "adapter" and own_base(config):
         what = "adapter.init has quantised another base than the model's: its adapter fits no other"
         raise ConfigError(what, where="--adapter", remedy="leave it out for the whole model")
-    tokenizer = state.tokenizer
+    tokenizer, model = state.tokenizer, state.model
+    if config.method.name == "reward":
+        model = as_classifier(model, padding_of(tokenizer))
     group = dist.group.WORLD if state.mesh is not None else None
     card = model_card(config, measured, form=form or "merge")
     if form == "adapter":
         with replacing(output, {}, group) as aside:
-            save_peft(state.model, aside, base_model=config.model, revision=config.revision, group=group)
+            save_peft(model, aside, base_model=config.model, revision=config.revision, group=group)
             with together(group):
                 if rank_in(group) == 0:
                     tokenizer.save_pretrained(str(aside))
                     (aside / "README.md").write_text(card, encoding="utf-8")
         return {"export": str(output), "form": "adapter"}
-    merging = Merging(state.model)
+    merging = Merging(model)
     save_model(
-        state.model,
+        model,
         output,
         tokenizer=tokenizer,
         stop_tokens=stop_token_ids(tokenizer, state.model.generation_config, turn_ends),

@@ -133,6 +133,7 @@ def state_of(config: RunConfig, device: torch.device, mesh: Mesh | None = None) 
         mesh=mesh,
         parallel=config.parallel,
         moe=config.moe,
+        score=config.method.name == "reward",
     )
 
 
