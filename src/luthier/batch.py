@@ -6,7 +6,7 @@ Targets are shifted once, on the whole document, before any packing or cutting: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,6 +14,21 @@ import torch
 
 NO_TOKEN = -100
 """Target of a position that is no token of any document; its weight is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of a row, unopened.
+
+    Attributes:
+        path: the file that it lies in; of one that stands in the row itself what to call it.
+        digest: hash of its bytes, of 32 hex digits: it must be the picture that the row was tokenised with.
+        data: its bytes, where no file has them.
+    """
+
+    path: str
+    digest: str
+    data: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +40,14 @@ class Sample:
         targets: int64 [T], what each position predicts.
         weights: float32 [T], the weight of each prediction in the loss; 0 = not trained on.
         origin: where it came from ("train.jsonl:12"), for messages.
+        pictures: what the model sees beside the tokens, in the order of their tags.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     weights: np.ndarray
     origin: str = ""
+    pictures: tuple[Picture, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -65,6 +82,8 @@ class Batch:
         cu_seqlens: int32 [documents + 1], where each document begins, and T.
         origins: where each document came from.
         inputs: what a loss of one's own reads beside the log-probabilities, by name, [T, ...] each.
+        sights: gives what the model's forward reads beside the tokens, by the names of its arguments (pixel_values);
+            asked when the row is run, since pictures are large. None for text alone.
     """
 
     input_ids: torch.Tensor
@@ -74,6 +93,7 @@ class Batch:
     cu_seqlens: torch.Tensor
     origins: tuple[str, ...] = field(default=())
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    sights: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
     @staticmethod
     def pack(samples: Sequence[Sample]) -> Batch:
@@ -115,9 +135,9 @@ class Batch:
 
     def padded(self, multiple: int) -> Batch:
         """The same batch with one more document of weight 0 at its end, so that T is a multiple of this number; without
-        `inputs`, which are for the loss and not for the model."""
+        `inputs`, which are for the loss and not for the model. One with pictures stays as long as it is."""
         missing = -self.tokens % multiple
-        if not missing:
+        if not missing or self.sights is not None:
             return self
         filler, each = self.input_ids.new_zeros(1, missing), self.targets.shape[2:]
         return replace(

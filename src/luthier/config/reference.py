@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from luthier.config.images import ImageFields
 from luthier.config.run import RunConfig
 from luthier.config.shape import TAG, Shape, shape_of
 
@@ -47,7 +48,8 @@ def _section(path: str, shape: Shape) -> Iterator[str]:
         if model.__doc__ and model.__doc__ is not BaseModel.__doc__ and "__doc__" in vars(model):
             yield f"{' '.join(inspect.cleandoc(model.__doc__).split())}\n\n"
         yield "| key | takes | default | |\n| --- | --- | --- | --- |\n"
-        for key, field in model.model_fields.items():
+        borrowed = ImageFields.model_fields
+        for key, field in sorted(model.model_fields.items(), key=lambda item: item[0] in borrowed):
             yield f"| `{key}` | {_takes(shape_of(field.annotation))} | {_default(field)} | {_text(field)} |\n"
     for key, child in _children(shape):
         yield from _section(f"{path}.{key}" if path else key, child)

@@ -20,6 +20,8 @@ from pydantic import (
     model_validator,
 )
 
+from luthier.config.images import ImageFields
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 """Text that may name a file: a leading `~` is the home directory; relative paths start at the working directory."""
@@ -51,7 +53,7 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str | dict | Section) else value
 
 
-class SourceConfig(Section):
+class SourceConfig(ImageFields, Section):
     """Where rows come from, and how to read them. A bare path means `{path: ...}`."""
 
     shorthand = "path"
@@ -135,7 +137,7 @@ class LoraConfig(Section):
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
     target: Annotated[list[str], BeforeValidator(_one_or_many), Field(min_length=1)] = ["attn", "mlp"]
-    """Roles (attn, mlp, experts alone, unembed), all-linear, module names (q_proj), or patterns of full names."""
+    """Roles (attn, mlp, experts alone, unembed, vision, projector), all-linear, names, or patterns of full names."""
     train_modules: Annotated[list[str], BeforeValidator(_one_or_many)] = []
     """Modules trained in full beside the adapters, by name or regular expression."""
     dtype: Literal["fp32", "bf16"] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from luthier.batch import Sample
@@ -58,4 +59,9 @@ def fit(sample: Sample, longest: int, policy: Policy, report: DataReport) -> lis
 
 
 def _cut(sample: Sample, start: int, end: int) -> Sample:
-    return Sample(sample.tokens[start:end], sample.targets[start:end], sample.weights[start:end], sample.origin)
+    return replace(
+        sample,
+        tokens=sample.tokens[start:end],
+        targets=sample.targets[start:end],
+        weights=sample.weights[start:end],
+    )

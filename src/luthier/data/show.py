@@ -9,19 +9,26 @@ from rich.text import Text
 
 from luthier.batch import Sample
 from luthier.hf.render import Tokenizer
+from luthier.hf.sight import sight_of
 
 TRAINED, GIVEN, EDGE = "bold green", "dim", "bright_black"
 _LONGEST_CHARACTER = 4
 
 
 def tokens_of(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The tokens of a row as plain data: ids, text, weight. The tokens of one character stand together."""
+    """The tokens of a row as plain data: ids, text, weight. Those of one character stand together, so do an image's."""
     ids = [int(sample.tokens[0]), *(int(token) for token in sample.targets)]
     weights = [0.0, *(float(weight) for weight in sample.weights)]
-    return [
-        {"ids": ids[start:end], "text": text, "weight": weights[start]}
-        for start, end, text in _pieces(ids, weights, tokenizer)
-    ]
+    sight = sight_of(tokenizer)
+    shown: list[dict[str, Any]] = []
+    for start, end, text in _pieces(ids, weights, tokenizer):
+        last = shown[-1] if shown else {}
+        if sight is not None and ids[start] in sight.ids and last.get("ids", [])[-1:] == ids[start:end]:
+            last["ids"] += ids[start:end]  # a picture's many tokens stand together
+            last["text"] = f"{text}x{len(last['ids'])}"
+        else:
+            shown.append({"ids": ids[start:end], "text": text, "weight": weights[start]})
+    return shown
 
 
 def render_row(sample: Sample, tokenizer: Tokenizer) -> Text:
@@ -32,6 +39,8 @@ def render_row(sample: Sample, tokenizer: Tokenizer) -> Text:
     trained = int((sample.weights != 0).sum())
     shown = Text()
     shown.append(f"{sample.origin or 'row'}: {len(sample) + 1:,} tokens, {trained:,} trained on\n", style="bold")
+    for picture in sample.pictures:
+        shown.append(f"image {picture.path}\n", style=GIVEN)
     for token in tokens_of(sample, tokenizer):
         text = str(token["text"]).replace("\r", "␍").replace("\t", "⇥").replace("\n", "⏎\n")
         visible = "".join(c if c.isprintable() or c == "\n" else f"\\u{ord(c):04x}" for c in text)

@@ -6,14 +6,15 @@ import hashlib
 import io
 import json
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from luthier.batch import Sample
+from luthier.batch import Picture, Sample
+from luthier.data.picture_files import Stamp, unpack
 from luthier.data.report import DataReport
 from luthier.data.sources.origin import Origin
 
@@ -27,8 +28,11 @@ COLUMNS: dict[str, str] = {
     "document": "<i8",
     "origin_file": "<i4",
     "origin_number": "<i8",
+    "picture_bytes": "<i8",
+    "pictures": "|u1",
 }
-"""Name -> dtype. The first three have an entry per position, the others an entry per sample.
+"""Name -> dtype. The first three have an entry per position, the last holds the pictures of all samples as
+`picture_files` packs them, so many bytes of each as `picture_bytes` says, the others have an entry per sample.
 
 An origin number counts lines, or rows where it is negative.
 """
@@ -46,6 +50,10 @@ class Tokenised:
         report: what became of the rows.
         stop_ids: tokens that ended what the model is to say.
         content: hash over sizes and checksums of all arrays.
+        picture_starts: int64 [samples + 1], where each sample's pictures begin.
+        stamps: of the files of pictures, to tell whether they have changed.
+        roots: where paths of pictures start, for each of `origins`.
+        store: where pictures are kept that lie in no files of their own.
     """
 
     columns: dict[str, np.ndarray]
@@ -54,6 +62,10 @@ class Tokenised:
     report: DataReport
     stop_ids: list[int]
     content: str
+    picture_starts: np.ndarray
+    stamps: list[Stamp] = field(default_factory=list)
+    roots: Sequence[Path | None] = ()
+    store: Path | None = None
 
     def __len__(self) -> int:
         return len(self.columns["lengths"])
@@ -61,7 +73,21 @@ class Tokenised:
     def __getitem__(self, index: int) -> Sample:
         start, end = int(self.starts[index]), int(self.starts[index + 1])
         tokens, targets, weights = (self.columns[name][start:end] for name in ("tokens", "targets", "weights"))
-        return Sample(tokens.astype(np.int64), targets.astype(np.int64), np.array(weights), self.origin(index))
+        return Sample(
+            tokens.astype(np.int64),
+            targets.astype(np.int64),
+            np.array(weights),
+            self.origin(index),
+            self.pictures(index),
+        )
+
+    def pictures(self, index: int) -> tuple[Picture, ...]:
+        """Of a sample."""
+        start, end = int(self.picture_starts[index]), int(self.picture_starts[index + 1])
+        if start == end:
+            return ()
+        root = self.roots[int(self.columns["origin_file"][index])] if self.roots else None
+        return unpack(self.columns["pictures"][start:end].tobytes(), root, self.store)
 
     def origin(self, index: int) -> str:
         """File and line of a sample."""
@@ -82,8 +108,8 @@ class Writer:
         self._checks = dict.fromkeys(COLUMNS, 0)
         self._sizes = dict.fromkeys(COLUMNS, 0)
 
-    def add(self, sample: Sample, document: int, origin_file: int, origin: Origin) -> None:
-        """Append a sample that came from the `document`-th row."""
+    def add(self, sample: Sample, document: int, origin_file: int, origin: Origin, pictures: bytes = b"") -> None:
+        """Append a sample that came from the `document`-th row, with its packed pictures."""
         values: dict[str, Any] = {
             "tokens": sample.tokens,
             "targets": sample.targets,
@@ -94,6 +120,8 @@ class Writer:
             "document": [document],
             "origin_file": [origin_file],
             "origin_number": [origin.number if origin.unit == "line" else -origin.number],
+            "picture_bytes": [len(pictures)],
+            "pictures": np.frombuffer(pictures, np.uint8),
         }
         for name, value in values.items():
             data = np.asarray(value).astype(COLUMNS[name]).tobytes()
@@ -101,7 +129,9 @@ class Writer:
             self._checks[name] = zlib.crc32(data, self._checks[name])
             self._sizes[name] += len(data)
 
-    def meta(self, origins: list[str], report: DataReport, stop_ids: set[int]) -> dict[str, Any]:
+    def meta(
+        self, origins: list[str], report: DataReport, stop_ids: set[int], stamps: Sequence[Stamp] = ()
+    ) -> dict[str, Any]:
         """What has to be known to read the arrays back, and to tell whether they are whole."""
         columns = {name: [self._sizes[name], self._checks[name]] for name in COLUMNS}
         return {
@@ -109,6 +139,7 @@ class Writer:
             "origins": origins,
             "report": report.to_dict(),
             "stop_ids": sorted(stop_ids),
+            "stamps": [list(stamp) for stamp in stamps],
         }
 
 
@@ -136,6 +167,8 @@ def assemble(meta: dict[str, Any], read: Callable[[str], np.ndarray]) -> Tokenis
         report=DataReport.from_dict(meta["report"]),
         stop_ids=[int(token) for token in meta["stop_ids"]],
         content=hashlib.sha256(json.dumps(meta["columns"], sort_keys=True).encode()).hexdigest(),
+        picture_starts=np.concatenate([[0], np.cumsum(columns["picture_bytes"], dtype=np.int64)]),
+        stamps=[(str(path), int(size), int(changed)) for path, size, changed in meta["stamps"]],
     )
 
 

@@ -42,6 +42,8 @@ class Network:
     """Microbatches are padded to a multiple of this many positions while they train."""
     packing_fault: str = ""
     """Why several documents cannot stand in one microbatch of this architecture; empty where they can."""
+    picture_fault: str = ""
+    """Why several documents with pictures cannot stand in one microbatch, where it has been asked."""
     limits: Limits | None = None
     """Which ids and how long rows the model can read; None = not known, so not checked."""
     balance: Balance | None = None
@@ -99,10 +101,10 @@ def require_readable(network: Network, batch: Batch) -> None:
     """
     if network.limits is not None:
         network.limits.check(batch)
-    if network.packing_fault and batch.documents > 1:
+    fault = network.packing_fault or (network.picture_fault if batch.sights is not None else "")
+    if fault and batch.documents > 1:
         raise ModelError(
-            f"{type(network.model).__name__} cannot run {batch.documents} documents in one batch: "
-            f"{network.packing_fault}",
+            f"{type(network.model).__name__} cannot run {batch.documents} documents in one batch: {fault}",
             where="batch",
             remedy="give each document a batch of its own (luthier.pack does)",
         )

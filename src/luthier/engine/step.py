@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from luthier.engine.guards import first_bad_gradient
 from luthier.engine.network import counted, held, require_readable, summed, whole
 from luthier.engine.state import TrainState
 from luthier.hf.forward import hidden_states
+from luthier.hf.seeing import eyes_open
 from luthier.parallel.fsdp import within
 from luthier.parallel.norm import gradient_norm, settle
 from luthier.parallel.pipeline import Pipeline
@@ -147,7 +149,9 @@ def _loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of a microbatch and its log-probabilities [T]; on a layout all ranks run it, each with its part."""
     row = held(state, batch.padded(state.row_multiple))
-    return _score(state, hidden_states(state.model, row), row, batch, loss, all_logprobs)
+    with eyes_open(state.model) if state.mesh is not None else nullcontext():
+        hidden = hidden_states(state.model, row)
+    return _score(state, hidden, row, batch, loss, all_logprobs)
 
 
 def _score(

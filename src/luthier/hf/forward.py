@@ -41,11 +41,22 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     accepted = _accepted(type(backbone).forward)
     if accepted is not None:
         arguments = {name: value for name, value in arguments.items() if name in accepted}
+    if batch.sights is not None:
+        arguments |= _seen(batch)
     with documents(batch.cu_seqlens, told=not masks_itself(model)), counted(batch):
         output = backbone(input_ids=batch.input_ids, **arguments)
     hidden = output[0]
     assert isinstance(hidden, torch.Tensor)
     return hidden[0]
+
+
+def _seen(batch: Batch) -> dict[str, Any]:
+    """What the backbone reads of a batch's pictures. Alone in its row a document gets its positions from the model,
+    some of which lay them out over a picture in two dimensions."""
+    assert batch.sights is not None
+    device = batch.input_ids.device
+    seen = {name: value.to(device) for name, value in batch.sights().items()}
+    return seen if batch.documents > 1 else {"position_ids": None, **seen}
 
 
 def masks_itself(model: PreTrainedModel) -> bool:
@@ -73,7 +84,7 @@ def _accepted(forward: Callable[..., Any]) -> frozenset[str] | None:
 
 
 _PROBE_LENGTHS = (5, 11, 3)
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Root mean square of the difference over that of the logits' spread; wrong positions or masks make it about 1, and
 real models in bf16 differ from themselves by 0.05 on tokens that mean nothing."""
 
@@ -165,6 +176,6 @@ def _same_alone(model: PreTrainedModel, batch: Batch) -> tuple[bool, str]:
         alone = model(input_ids=batch.input_ids[:, start:stop], use_cache=False).logits[0].double()
         spread = (alone - alone.mean(-1, keepdim=True)).square().mean().clamp(min=1e-18)
         worst = max(worst, float(((packed[start:stop] - alone).square().mean() / spread).sqrt()))
-    if worst > _TOLERANCE.get(model.dtype, _TOLERANCE[torch.bfloat16]):
+    if worst > TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16]):
         return False, f"its logits differ by {worst:.1e} between packed documents and each alone"
     return True, ""

@@ -16,8 +16,10 @@ from luthier.data.loader import Rows, StreamRows, build_rows, iterate_once
 from luthier.engine.build import build_network, build_state, choose_device
 from luthier.engine.identity import model_digest
 from luthier.engine.network import Network
+from luthier.engine.pictures import picture_fault
 from luthier.engine.randomness import seed_everything
 from luthier.engine.state import TrainState
+from luthier.hf.processor import open_eyes
 from luthier.hf.source import ModelSource, resolve
 from luthier.hf.tokenizer import load_tokenizer
 from luthier.launch import FIRST_STEP_TIMEOUT, set_timeout
@@ -40,12 +42,11 @@ def model_source(config: RunConfig) -> ModelSource:
 
 def tokenizer_of(config: RunConfig) -> Any:
     """The tokenizer of a run, with the chat template that its config names."""
-    return load_tokenizer(
-        model_source(config),
-        tokenizer=config.tokenizer,
-        chat_template=config.data.chat_template,
-        trust_remote_code=config.trust_remote_code,
-    )
+    source, trust = model_source(config), config.trust_remote_code
+    template = config.data.chat_template
+    tokenizer = load_tokenizer(source, tokenizer=config.tokenizer, chat_template=template, trust_remote_code=trust)
+    open_eyes(source, tokenizer, trust_remote_code=trust)
+    return tokenizer
 
 
 def rows_of(config: RunConfig, tokenizer: Any) -> tuple[Rows | StreamRows, Rows | None]:
@@ -141,8 +142,15 @@ def held_out_batches(network: Network, rows: Rows, config: RunConfig) -> Iterato
         config.data.sequence_length,
         rank=mesh.data_rank if mesh is not None else 0,
         world_size=mesh.data_ranks if mesh is not None else 1,
-        packing=config.data.packing and not network.packing_fault,
+        packing=config.data.packing and not unpackable(network, rows),
     )
+
+
+def unpackable(network: Network, rows: Rows | StreamRows) -> str:
+    """Why rows cannot stand in one microbatch, as a clause; empty where they can."""
+    if rows.pictures and rows.sight is not None and not network.packing_fault and not network.picture_fault:
+        network.picture_fault = picture_fault(network, rows.sight)
+    return network.packing_fault or (network.picture_fault if rows.pictures else "")
 
 
 def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:
