@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,13 +34,17 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One document or conversation, T positions long.
+    """One row: a document or conversation, or several that belong together, T positions long in all.
 
     Attributes:
         tokens: int64 [T], the model's input.
         targets: int64 [T], what each position predicts.
         weights: float32 [T], the weight of each prediction in the loss; 0 = not trained on.
         origin: where it came from ("train.jsonl:12"), for messages.
+        parts: lengths of the documents that lie end to end in it (the two answers of a pair, each with the prompt in
+            front); empty where it is one.
+        meta: what else the row says, as JSON has it (the label of an answer, columns that a reward function reads).
+        number: which row of its `Rows` it is; -1 where rows have no numbers.
         pictures: what the model sees beside the tokens, in the order of their tags.
     """
 
@@ -47,7 +52,33 @@ class Sample:
     targets: np.ndarray
     weights: np.ndarray
     origin: str = ""
+    parts: tuple[int, ...] = ()
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    number: int = -1
     pictures: tuple[Picture, ...] = ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of its documents."""
+        return self.parts or (len(self.tokens),)
+
+    @property
+    def documents(self) -> list[Sample]:
+        """Each of its documents as a sample."""
+        ends = np.cumsum(self.lengths).tolist()
+        spans = [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
+        return [Sample(self.tokens[s], self.targets[s], self.weights[s], self.origin) for s in spans]
+
+    @staticmethod
+    def join(
+        documents: Sequence[Sample], origin: str = "", meta: Mapping[str, Any] | None = None, number: int = -1
+    ) -> Sample:
+        """One row of several documents that belong together."""
+        tokens, targets, weights = (
+            np.concatenate([getattr(document, name) for document in documents])
+            for name in ("tokens", "targets", "weights")
+        )
+        return Sample(tokens, targets, weights, origin, tuple(map(len, documents)), meta or {}, number)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -69,6 +100,21 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """What a batch knows of a row beside its tokens.
+
+    Attributes:
+        documents: how many of the batch's documents it is, one after another.
+        number: which row of its `Rows`; -1 where rows have no numbers, or where it only fills a microbatch.
+        meta: as of `Sample`.
+    """
+
+    documents: int = 1
+    number: int = -1
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One microbatch: documents laid end to end in one row of T positions, kept apart by `cu_seqlens`.
 
@@ -81,7 +127,8 @@ class Batch:
             by the weight of its whole global batch, so that microbatches and ranks just add up.
         cu_seqlens: int32 [documents + 1], where each document begins, and T.
         origins: where each document came from.
-        inputs: what a loss of one's own reads beside the log-probabilities, by name, [T, ...] each.
+        inputs: what a loss of one's own reads beside the log-probabilities, by name, [T, ...] or an entry a document.
+        rows: the rows that its documents are of, in their order; empty where nobody asks.
         sights: gives what the model's forward reads beside the tokens, by the names of its arguments (pixel_values);
             asked when the row is run, since pictures are large. None for text alone.
     """
@@ -93,6 +140,7 @@ class Batch:
     cu_seqlens: torch.Tensor
     origins: tuple[str, ...] = field(default=())
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    rows: tuple[Row, ...] = ()
     sights: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
     @staticmethod
@@ -100,7 +148,7 @@ class Batch:
         """Lay samples end to end in the order given."""
         if not samples or any(len(sample) == 0 for sample in samples):
             raise ValueError("a batch needs at least one sample, and no sample of length 0")
-        lengths = [len(sample) for sample in samples]
+        lengths = [length for sample in samples for length in sample.lengths]
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         return Batch(
             input_ids=torch.from_numpy(np.concatenate([s.tokens for s in samples]).astype(np.int64))[None],
@@ -108,7 +156,8 @@ class Batch:
             targets=torch.from_numpy(np.concatenate([s.targets for s in samples]).astype(np.int64))[None],
             weights=torch.from_numpy(np.concatenate([s.weights for s in samples]).astype(np.float64))[None],
             cu_seqlens=torch.from_numpy(starts),
-            origins=tuple(sample.origin for sample in samples),
+            origins=tuple(sample.origin for sample in samples for _ in sample.lengths),
+            rows=tuple(Row(len(sample.lengths), sample.number, sample.meta) for sample in samples),
         )
 
     @property

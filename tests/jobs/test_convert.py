@@ -205,9 +205,9 @@ ROWS = [
     effect(L, "lora_dropout", 0.0, "config.adapter.dropout", 0.0),
     refusal(L, "lora_dropout", 1.0, "lora_dropout: must be less than 1, not 1"),
     effect(L, "quantize_base", False, "recipe", "lora_finetune_single_device"),
-    refusal(L, "quantize_base", True, "quantize_base: is not offered yet"),
-    effect(L, "use_dora", False, "recipe", "lora_finetune_single_device"),
-    refusal(L, "use_dora", True, "use_dora: is not offered yet"),
+    effect(L, "quantize_base", True, "config.adapter.quantize", "nf4"),
+    effect(L, "use_dora", False, "config.adapter.dora", False),
+    effect(L, "use_dora", True, "config.adapter.dora", True),
     # who holds what of the model
     effect(T, "fsdp_config", F(), "config.train.activation_checkpointing", "full"),
     refusal(T, "fsdp_config", F(), "config.dtype: excludes fsdp_config", dtype="bf16"),

@@ -7,7 +7,7 @@ import torch
 from pydantic import TypeAdapter
 from transformers import get_scheduler
 
-from luthier.config.sections import ScheduleConfig
+from luthier.config.schedules import ScheduleConfig
 from luthier.optim import schedules
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from luthier.adapters.init import first_down
 from luthier.batch import Batch, Sample
 from luthier.config import LoraConfig, ParallelConfig
-from luthier.config.sections import SGDConfig
+from luthier.config.sections import AdamWConfig, SGDConfig
 from luthier.engine.build import build_state
 from luthier.engine.evaluate import evaluate
 from luthier.engine.state import TrainState
@@ -66,6 +66,31 @@ def adapted_reference(
     expected = reference(path, peft)
     expected.gradients = {
         name.removeprefix(prefix).replace(".modules_to_save", "").replace(".default", ""): gradient
+        for name, gradient in expected.gradients.items()
+    }
+    return expected
+
+
+def filed_reference(path: Path, config: PeftLora, directory: Path) -> Reference:
+    """What PEFT makes of `documents()`, in float64, under our names, with adapters of random values.
+
+    Args:
+        path: of the model.
+        config: of PEFT.
+        directory: where the adapters are saved, for `LoraConfig.start_from`.
+    """
+    peft = get_peft_model(plain_model(path, torch.float64), config, autocast_adapter_dtype=False)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_magnitude_vector" in name:
+                parameter.mul_(torch.rand(parameter.shape, generator=generator, dtype=torch.float64) + 0.5)
+            elif "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
+    peft.save_pretrained(str(directory), save_embedding_layers=False)
+    expected = reference(path, peft)
+    expected.gradients = {
+        name.removeprefix("base_model.model.").replace(".default", "").replace(".base_layer", ""): gradient
         for name, gradient in expected.gradients.items()
     }
     return expected
@@ -133,7 +158,7 @@ def measure(
 ) -> dict[str, Any]:
     """Loss, gradients (whole, by name, of this rank's stage), norm and validation loss of one step on a layout."""
     state = ready(path, layout, adapter=lora, **how)
-    if lora is not None:
+    if lora is not None and lora.start_from is None:
         strengthen(state)
     mesh = state.mesh
     assert mesh is not None
@@ -160,3 +185,17 @@ def measure(
         "lora": str(state.lora),
         "parameters": state.parameters,
     }
+
+
+def weights_after(early: bool) -> dict[str, torch.Tensor]:
+    """Whole weights and the last norm after two steps of AdamW on dp_shard 2, updated in the backward pass or after."""
+    optimizer = AdamWConfig(in_backward=early)
+    state = ready("debug:llama", {"dp_shard": 2}, precision="fp32", optimizer=optimizer)
+    mesh = state.mesh
+    assert mesh is not None
+    norm = 0.0
+    for _ in range(2):
+        outputs = forward_backward_all(state, microbatches(documents(), mesh.data_rank, mesh.data_ranks))
+        loss = float(mesh.sum(torch.stack([output.loss for output in outputs]).sum()))
+        norm = optim_step(state, loss=loss).gradient_norm
+    return {name: whole(p.detach()) for name, p in state.trainable.items()} | {"norm": torch.tensor(norm)}

@@ -50,8 +50,10 @@ class State:
 @dataclass
 class Measured:
     loss: float = 1.5
-    perplexity: float = 4.48
-    trained_tokens: int = 90
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"loss": 1.5, "perplexity": 4.48, "tokens": 90}
 
 
 class Screen(io.StringIO):

@@ -186,6 +186,8 @@ def beside_with(model: Any, seed: int, **how: Any) -> Any:
         for name, parameter in other.named_parameters():
             if ".lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            elif ".lora_magnitude_vector" in name:
+                parameter.mul_(torch.rand(parameter.shape, generator=generator) + 0.5)
     return other
 
 
@@ -197,10 +199,15 @@ SHAPES = [
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("kind", "precision"), [("llama", "fp32"), ("gemma2", "bf16"), ("mixtral", "fp32")])
-def test_adapters_side_by_side_are_each_alone(kind: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "precision", "dora"),
+    [("llama", "fp32", ""), ("gemma2", "bf16", ""), ("mixtral", "fp32", ""), ("llama", "fp32", "a0 a2"),
+     ("qwen2", "bf16", "a1"), ("mixtral", "fp32", "a1")],
+)  # fmt: skip
+def test_adapters_side_by_side_are_each_alone(kind: str, precision: str, dora: str) -> None:
     base = load_model(resolve(f"debug:{kind}"), dtype=precision).requires_grad_(False)
-    models = {f"a{number}": beside_with(base, number, **how) for number, how in enumerate(SHAPES)}
+    shapes = {f"a{number}": how for number, how in enumerate(SHAPES)}
+    models = {a: beside_with(base, n, **how, dora=a in dora) for n, (a, how) in enumerate(shapes.items())}
     owners = [None, *models]
     requests = [replace(request, adapter=owners[number % 4]) for number, request in enumerate(MIXED * 2)]
     alone = []

@@ -196,9 +196,10 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
                 yield f"{name}.{key}", cast(ExpertsAdapter, adapter)
 
 
-def weight_names(name: str, layer: Adapted) -> tuple[str, str, str]:
-    """Full names of the base weight, A and B of what `adapted` calls by this name."""
+def weight_names(name: str, layer: Adapted) -> tuple[str, ...]:
+    """Full names of the base weight, A, B and with DoRA the lengths of what `adapted` calls by this name."""
     if isinstance(layer, LoraLayer):
-        return f"{name}.weight", f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+        lengths = (f"{name}.lora_magnitude_vector.weight",) if layer.lora_spec.dora else ()
+        return f"{name}.weight", f"{name}.lora_A.weight", f"{name}.lora_B.weight", *lengths
     module, _, key = name.rpartition(".")
     return name, f"{module}.lora.{key}.lora_A.weight", f"{module}.lora.{key}.lora_B.weight"

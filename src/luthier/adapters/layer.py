@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from luthier.adapters.dora import Magnitude, dropped, rescaled
 from luthier.adapters.products import low_rank_products
+from luthier.adapters.rows import SUFFIX as ROWS
 from luthier.adapters.siblings import Siblings
 from luthier.hf.linear import LinearShape, linear_shape
+from luthier.hf.nf4 import Nf4Weight
 
 _PLAIN = (nn.Parameter, Tensor)
 """A parameter, or this rank's part of one while a forward runs."""
@@ -32,12 +35,14 @@ class LoraSpec:
         alpha: numerator of the scale.
         dropout: share of the adapter's input that is dropped while training.
         rslora: divide alpha by the square root of the rank instead of the rank.
+        dora: a length for each output beside the two matrices (`dora`).
     """
 
     rank: int
     alpha: float
     dropout: float = 0.0
     rslora: bool = False
+    dora: bool = False
 
     @property
     def scale(self) -> float:
@@ -81,24 +86,30 @@ class LoraLayer(nn.Module):
     Attributes:
         lora_A: `weight` [rank, inputs].
         lora_B: `weight` [outputs, rank].
+        lora_magnitude_vector: `weight` [outputs]; of DoRA alone.
         lora_spec: rank, alpha, dropout.
         lora_shape: the sizes of the base.
         lora_siblings: the group of layers that may share this one's input, None where nothing is shared.
+        lora_first: A and B as they began, where they were taken out of the base weight (`principal`); else None.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     lora_A: AdapterMatrix
     lora_B: AdapterMatrix
+    lora_magnitude_vector: Magnitude
     lora_spec: LoraSpec
     lora_shape: LinearShape
     lora_siblings: Siblings | None
+    lora_first: tuple[Tensor, Tensor] | None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] -> [..., outputs], the base's output plus the scaled low-rank product."""
         if not self._fusable(x):
             return self._plain_forward(x)
         dropout = self.lora_spec.dropout if self.training else 0.0
+        if dropout and self.lora_spec.dora:
+            return self._plain_forward(x)
         if dropout == 0.0 and self.lora_siblings is not None and torch.is_grad_enabled():
             return self.lora_siblings.output(self, x)
         z = F.dropout(x, dropout) if dropout else None
@@ -108,7 +119,10 @@ class LoraLayer(nn.Module):
         """The outputs of layers of one input, scale and dtype (`products.low_rank_products`)."""
         tensors: list[tuple[Tensor, Tensor | None, Tensor, Tensor]]
         tensors = [(layer.weight, layer.bias, layer.lora_A.weight, layer.lora_B.effective) for layer in layers]
-        return low_rank_products(x, z, self.lora_spec.scale, self.lora_shape.transposed, tensors)
+        outputs = low_rank_products(x, z, self.lora_spec.scale, self.lora_shape.transposed, tensors)
+        if not self.lora_spec.dora:
+            return outputs
+        return tuple(rescaled(layer, y) for layer, y in zip(layers, outputs, strict=True))
 
     def _fusable(self, x: Tensor) -> bool:
         """Plain tensors and a plain base; compilers, autocast and sharded tensors get plain operations instead."""
@@ -116,7 +130,7 @@ class LoraLayer(nn.Module):
             self.lora_shape.plain
             and not torch.compiler.is_compiling()
             and type(x) is Tensor
-            and type(self.weight) in _PLAIN
+            and type(self.weight) in (*_PLAIN, Nf4Weight)
             and type(self.lora_A.weight) in _PLAIN
             and x.dtype == self.weight.dtype
             and x.is_contiguous()
@@ -128,7 +142,13 @@ class LoraLayer(nn.Module):
         z = x.to(self.lora_A.weight.dtype)
         if self.lora_spec.dropout:
             z = F.dropout(z, self.lora_spec.dropout, self.training)
-        return (y + self.lora_B(self.lora_A(z)) * self.lora_spec.scale).to(y.dtype)
+        low = self.lora_B(self.lora_A(z)) * self.lora_spec.scale
+        if not self.lora_spec.dora:
+            return (y + low).to(y.dtype)
+        if not (self.lora_spec.dropout and self.training):
+            return rescaled(self, (y + low).to(y.dtype))
+        base = cast(Tensor, super().forward(z.to(x.dtype)))
+        return dropped(self, y, base if self.bias is None else base - self.bias, low)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.lora_spec.rank}, scale={self.lora_spec.scale:g}".removeprefix(", ")
@@ -168,7 +188,9 @@ def attach(module: nn.Module, spec: LoraSpec, dtype: torch.dtype | None = None) 
     module.__class__ = _adapted_class(type(module))
     layer = cast(LoraLayer, module)
     layer.lora_A, layer.lora_B = down, up
-    layer.lora_spec, layer.lora_shape, layer.lora_siblings = spec, shape, None
+    if spec.dora:
+        layer.lora_magnitude_vector = Magnitude(shape.outputs, device=weight.device, dtype=weight.dtype)
+    layer.lora_spec, layer.lora_shape, layer.lora_siblings, layer.lora_first = spec, shape, None, None
     layer.train(layer.training)
     return layer
 
@@ -195,7 +217,9 @@ def detach(layer: LoraLayer) -> nn.Module:
     """
     if layer.lora_siblings is not None:
         layer.lora_siblings.part()
-    for name in ("lora_A", "lora_B", "lora_spec", "lora_shape", "lora_siblings"):
+    if layer.lora_spec.dora:
+        del layer.lora_magnitude_vector
+    for name in ("lora_A", "lora_B", "lora_spec", "lora_shape", "lora_siblings", "lora_first"):
         delattr(layer, name)
     base = type(layer).__mro__[2]
     layer.__class__ = base
@@ -210,5 +234,19 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a parameter's full name is that of an adapter's matrix."""
-    return name.endswith((".lora_A.weight", ".lora_B.weight"))
+    """Whether a parameter's full name is that of an adapter's matrix or lengths, of rows of single tokens, or of what
+    learns in the place of text."""
+    return name.endswith(_OURS) or name.startswith("prompt_encoder.")
+
+
+_OURS = (
+    ".lora_A.weight",
+    ".lora_B.weight",
+    ".lora_magnitude_vector.weight",
+    ROWS,
+    ".virtual_tokens.prompt",
+    ".attention_prefix.keys",
+    ".attention_prefix.values",
+    ".adaption.prompt",
+    ".adaption.gate",
+)

@@ -7,7 +7,7 @@ weights already, `apply_lora` does both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,16 @@ from luthier.adapters.init import initialise_adapters
 from luthier.adapters.layer import LoraSpec
 from luthier.adapters.peft_config import PeftConfig, read_peft_config
 from luthier.adapters.peft_files import load_part, load_peft
+from luthier.adapters.principal import takes_from_base
+from luthier.adapters.rows import SUFFIX as ROWS
+from luthier.adapters.rows import NewTokens, attach_rows, initialise_rows, rows_of, tie_rows
 from luthier.adapters.siblings import find_siblings
 from luthier.adapters.structure import attach_all, freeze, settle_ties, trains_one_end, wholly_trained
 from luthier.adapters.targets import resolve_modules, resolve_targets
 from luthier.config import LoraConfig
 from luthier.errors import ConfigError
 from luthier.hf.anatomy import describe
+from luthier.hf.linear import linear_shape
 from luthier.hf.load import DTYPES
 
 
@@ -37,6 +41,9 @@ class LoraReport:
         trained: full names of the modules that are trained whole.
         trainable: parameters that train.
         total: all parameters, adapters included, tied ones once.
+        kind: LoRA or DoRA.
+        tokens: whose rows train.
+        quantized: what of the base is quantised, in a line.
     """
 
     adapters: int
@@ -45,15 +52,20 @@ class LoraReport:
     trained: tuple[str, ...]
     trainable: int
     total: int
+    kind: str = "LoRA"
+    tokens: int = 0
+    quantized: str = ""
 
     def __str__(self) -> str:
         ranks = "/".join(str(rank) for rank in self.ranks)
         also = f", trained whole={','.join(self.trained)}" if self.trained else ""
-        what = f"LoRA: {self.adapters} adapters (rank={ranks}, targets={','.join(self.targets)}{also})"
-        return f"{what}; {self.trainable:,} trainable of {self.total:,}"
+        also += f", rows of {self.tokens} tokens" if self.tokens else ""
+        what = f"{self.kind}: {self.adapters} adapters (rank={ranks}, targets={','.join(self.targets)}{also})"
+        line = f"{what}; {self.trainable:,} trainable of {self.total:,}"
+        return f"{line}; {self.quantized}" if self.quantized else line
 
 
-def apply_lora(model: Any, config: LoraConfig, seed: int = 0) -> LoraReport:
+def apply_lora(model: Any, config: LoraConfig, seed: int = 0, tokens: NewTokens | None = None) -> LoraReport:
     """Put adapters beside the layers that the config names and freeze everything else.
 
     Args:
@@ -62,6 +74,7 @@ def apply_lora(model: Any, config: LoraConfig, seed: int = 0) -> LoraReport:
         config: what to adapt and how. With `start_from` rank, alpha, rsLoRA, targets and wholly trained modules are
             those of the files, and what the config says otherwise is refused.
         seed: of the adapters' first values.
+        tokens: what the tokenizer makes of `new_tokens`.
 
     Returns:
         what was adapted.
@@ -74,11 +87,16 @@ def apply_lora(model: Any, config: LoraConfig, seed: int = 0) -> LoraReport:
         _agree(config, read_peft_config(Path(config.start_from)))
         _load(model, config)
         _agree_on_modules(model, config)
+        _agree_on_tokens(model, tokens)
     else:
         trained = resolve_modules(model, config.train_modules)
-        spec = LoraSpec(config.rank, config.alpha or 2.0 * config.rank, config.dropout, config.rslora)
+        alpha = config.alpha or 2.0 * config.rank
+        spec = LoraSpec(config.rank, alpha, config.dropout, config.rslora, config.dora)
         names = resolve_targets(model, config.target, without=trained)
+        _allow(model, names, config.init)
         attach_all(model, dict.fromkeys(names, spec), trained, DTYPES.get(config.dtype or ""))
+        if tokens is not None:
+            attach_rows(model, tokens, DTYPES.get(config.dtype or ""), trained)
     if any(parameter.is_meta for parameter in model.parameters()):
         freeze(model)
         return report(model, config)
@@ -101,12 +119,14 @@ def finish_lora(
         what was adapted, counted again now that the ties are known.
     """
     settle_ties(model)
+    tie_rows(model)
     if config.start_from is not None and part:
         load_part(model, config.start_from)
     elif config.start_from is not None:
         _load(model, config)
     else:
-        initialise_adapters(model, seed)
+        initialise_adapters(model, seed, config.init)
+        initialise_rows(model)
     freeze(model)
     find_siblings(model, run)
     return report(model, config)
@@ -115,8 +135,9 @@ def finish_lora(
 def report(model: Any, config: LoraConfig) -> LoraReport:
     """Count what was adapted. On meta nothing is aliased yet, but a head that is to be the embedding counts once."""
     anatomy = describe(model)
-    shared = f"{anatomy.head}.weight" if anatomy.tied and not trains_one_end(model, anatomy) else None
-    counted = [parameter for name, parameter in model.named_parameters() if name != shared]
+    tied = anatomy.tied and not trains_one_end(model, anatomy)
+    shared = {f"{anatomy.head}.weight", f"{anatomy.head}{ROWS}"} if tied else set()
+    counted = [parameter for name, parameter in model.named_parameters() if name not in shared]
     layers = dict(adapted(model))
     endings = dict.fromkeys(name.rpartition(".")[2] for name in layers)
     return LoraReport(
@@ -126,6 +147,8 @@ def report(model: Any, config: LoraConfig) -> LoraReport:
         trained=wholly_trained(model),
         trainable=sum(parameter.numel() for parameter in counted if parameter.requires_grad),
         total=sum(parameter.numel() for parameter in counted),
+        kind="DoRA" if any(layer.lora_spec.dora for layer in layers.values()) else "LoRA",
+        tokens=len(next(iter(rows_of(model).values())).ids) if rows_of(model) else 0,
     )
 
 
@@ -135,6 +158,18 @@ def _load(model: Any, config: LoraConfig) -> None:
     load_peft(model, config.start_from, dropout=dropout, dtype=DTYPES.get(config.dtype or ""))
 
 
+def _allow(model: Any, names: Sequence[str], init: str) -> None:
+    """Refuse ways to begin that some of these layers have not."""
+    anatomy = describe(model)
+    linear = {name for name, module in model.named_modules() if linear_shape(module) is not None}
+    remedy = "leave init out, or name other layers in adapter.target"
+    if init not in ("default", "gaussian") and (other := next((name for name in names if name not in linear), None)):
+        raise ConfigError(f"{init} is for linear layers, and {other} is none", where="adapter.init", remedy=remedy)
+    if takes_from_base(init) and anatomy.tied and anatomy.head in names:
+        what = f"{init} takes a part out of {anatomy.head}, and its weight is the embedding's too"
+        raise ConfigError(what, where="adapter.init", remedy=remedy)
+
+
 def _is_asked(config: LoraConfig, name: str) -> bool:
     """Whether a field says something of its own; a resolved config repeats every default."""
     return bool(getattr(config, name) != LoraConfig.model_fields[name].default)
@@ -142,13 +177,26 @@ def _is_asked(config: LoraConfig, name: str) -> bool:
 
 def _agree(config: LoraConfig, files: PeftConfig) -> None:
     """Refuse what the config says about the adapter's shape where the files say something else."""
-    for name, theirs in (("rank", files.rank), ("alpha", files.alpha), ("rslora", files.rslora)):
+    if _is_asked(config, "init"):
+        what = f"{config.init} is asked for, and the adapter in {files.directory} has its values"
+        raise ConfigError(what, where="adapter.init", remedy="leave it out when starting from an adapter")
+    for name, theirs in (("rank", files.rank), ("alpha", files.alpha), ("rslora", files.rslora), ("dora", files.dora)):
         if _is_asked(config, name) and getattr(config, name) != theirs:
             raise ConfigError(
                 f"{getattr(config, name)} is asked for, and the adapter in {files.directory} has {theirs}",
                 where=f"adapter.{name}",
                 remedy="leave it out when starting from an adapter",
             )
+
+
+def _agree_on_tokens(model: Any, tokens: NewTokens | None) -> None:
+    there = next(iter(rows_of(model).values())).ids if rows_of(model) else ()
+    if tokens is not None and tokens.ids != there:
+        raise ConfigError(
+            f"they have the ids {list(tokens.ids)}, and the adapter's rows are of {list(there)}",
+            where="adapter.new_tokens",
+            remedy="leave it out when starting from an adapter",
+        )
 
 
 def _agree_on_modules(model: Any, config: LoraConfig) -> None:

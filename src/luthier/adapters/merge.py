@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from luthier.adapters.dora import factor, row_norms
 from luthier.adapters.experts import Adapted, LoraExperts, adapted, detach_experts, weight_names
 from luthier.adapters.layer import LoraLayer, detach, is_adapter_weight
+from luthier.adapters.prompt import learned
+from luthier.adapters.rows import SUFFIX as ROWS
+from luthier.adapters.rows import folded, merge_rows, rows_of
 from luthier.adapters.structure import untie
+from luthier.errors import ConfigError
 from luthier.hf.anatomy import describe
+from luthier.hf.nf4 import Nf4Weight, dense
 from luthier.hf.together import Group, exchange
 
 _ROWS = 4096
@@ -58,39 +64,49 @@ def merged_weight(layer: LoraLayer) -> tuple[Tensor, float]:
     Returns:
         a new tensor of the base weight's shape, dtype and device, and its deviation (`MergeReport.deviation`).
     """
-    return _merged(layer, layer.weight.detach(), layer.lora_A.weight.detach(), layer.lora_B.weight.detach())
+    names = [name.removeprefix(".") for name in weight_names("", layer)]
+    return _merged(layer, *(dense(layer.get_parameter(name).detach()) for name in names))
 
 
-def _merged(layer: Adapted, weight: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, float]:
+def _merged(
+    layer: Adapted, weight: Tensor, down: Tensor, up: Tensor, lengths: Tensor | None = None
+) -> tuple[Tensor, float]:
     """The same of whole matrices that were gathered from where a layer's parts lie."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     exactly = torch.float64 if weight.dtype.itemsize >= 4 else torch.float32
     if isinstance(layer, LoraLayer) and layer.lora_B.mask is not None:
         up = up * layer.lora_B.mask
-    left, right = (down.mT, up.mT) if layer.lora_shape.transposed else (up, down)
+    scale, transposed = layer.lora_spec.scale, layer.lora_shape.transposed
+    grown = None  # of a row; transposed: of a column
+    if lengths is not None:
+        grown = factor(lengths, row_norms(weight, down, up, scale, transposed))
+        grown = grown[None] if transposed else grown[:, None]
+    left, right = (down.mT, up.mT) if transposed else (up, down)
     merged = torch.empty_like(weight)
     error, largest = weight.new_zeros((), dtype=exactly), weight.new_zeros((), dtype=exactly)
     stacked = weight.dim() == 3  # a matrix an expert, taken one at a time
     for start in range(0, len(weight), 1 if stacked else _ROWS):
         rows: Any = start if stacked else slice(start, start + _ROWS)
         across = right[rows] if stacked else right
-        total = _sum(weight[rows], left[rows], across, layer.lora_spec.scale, wide)
+        by = grown if grown is None or transposed else grown[rows]
+        total = _sum(weight[rows], left[rows], across, scale, wide, by)
         merged[rows] = total
-        exact = total if exactly == wide else _sum(weight[rows], left[rows], across, layer.lora_spec.scale, exactly)
+        exact = total if exactly == wide else _sum(weight[rows], left[rows], across, scale, exactly, by)
         error = torch.maximum(error, (merged[rows].to(exactly) - exact).abs().max())
         largest = torch.maximum(largest, exact.abs().max())
     return merged, (error / largest).item() if largest > 0 else 0.0
 
 
-def _sum(weight: Tensor, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    return weight.to(dtype) + scale * (left.to(dtype) @ right.to(dtype))
+def _sum(weight: Tensor, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype, grown: Tensor | None) -> Tensor:
+    total = weight.to(dtype) + scale * (left.to(dtype) @ right.to(dtype))
+    return total if grown is None else total * grown
 
 
 def merge(model: Any) -> MergeReport:
     """Fold every adapter into its base weight and remove it; the classes of the layers are the base's again.
 
     A head that carries an adapter and shares the embedding's weight gets a weight of its own, and the model's config
-    says so: the embedding does not change.
+    says so: the embedding does not change. What was quantised and adapted is a plain weight afterwards.
 
     Args:
         model: a Transformers model with adapters in place.
@@ -98,19 +114,35 @@ def merge(model: Any) -> MergeReport:
     Returns:
         how many, and what the rounding cost.
     """
+    require_mergeable(model)
     untied = _must_part(model)
     if untied:
         untie(model)
     deviations = {}
     for name, layer in list(adapted(model)):
         places = [model.get_parameter(key) for key in weight_names(name, layer)]
-        merged, deviations[name] = _merged(layer, *(place.detach() for place in places))
-        places[0].data.copy_(merged)
+        merged, deviations[name] = _merged(layer, *(dense(place.detach()) for place in places))
+        if isinstance(layer, LoraLayer) and isinstance(places[0], Nf4Weight):
+            layer.weight = nn.Parameter(merged, requires_grad=False)
+        else:
+            places[0].data.copy_(merged)
         if isinstance(layer, LoraLayer):
             detach(layer)
     for module in [module for module in model.modules() if isinstance(module, LoraExperts)]:
         detach_experts(module)
+    merge_rows(model)
     return _report(deviations, untied)
+
+
+def require_mergeable(model: Any) -> None:
+    """Refuse to fold in what stands in the place of text.
+
+    Raises:
+        ConfigError: it cannot be in any weight.
+    """
+    if learned(model):
+        what = "virtual tokens, prefixes and prompts stand in the place of text and cannot be merged into weights"
+        raise ConfigError(what, where="--merge", remedy="export the adapter's files (--adapter)")
 
 
 class Merging:
@@ -123,10 +155,12 @@ class Merging:
     """
 
     def __init__(self, model: Any) -> None:
-        self._layers: dict[str, tuple[Adapted, tuple[str, str, str]]] = {}
+        require_mergeable(model)
+        self._layers: dict[str, tuple[Adapted, tuple[str, ...]]] = {}
         for name, layer in adapted(model):
             names = weight_names(_WRAPPERS.sub("", name), layer)
             self._layers[names[0]] = layer, names
+        self._rows = {f"{_WRAPPERS.sub('', name)}.weight": own for name, own in rows_of(model).items()}
         self._tied = {_WRAPPERS.sub("", name) for name in _tied_heads(model)}
         self._deviations: dict[str, float] = {}
 
@@ -137,10 +171,12 @@ class Merging:
             name: full name of a parameter or buffer.
 
         Returns:
-            an adapted layer's weight with its two matrices, None for one of these, otherwise the weight alone.
+            an adapted layer's weight with what adapts it, None for one of these, otherwise the weight alone.
         """
         if is_adapter_weight(name):
             return None
+        if name in self._rows:
+            return name, f"{name.removesuffix('.weight')}{ROWS}"
         return self._layers[name][1] if name in self._layers else (name,)
 
     def __call__(self, name: str, sources: Sequence[Tensor]) -> Tensor:
@@ -148,13 +184,20 @@ class Merging:
 
         Args:
             name: full name of the weight.
-            sources: it and the two matrices, whole.
+            sources: it and what adapts it, whole.
 
         Returns:
             a new tensor.
         """
+        if name in self._rows:
+            return folded(self._rows[name], *sources)
         merged, self._deviations[name.removesuffix(".weight")] = _merged(self._layers[name][0], *sources)
         return merged
+
+    def shape(self, name: str, own: torch.Size) -> torch.Size:
+        """The shape of the weight in the export: a table of tokens may grow."""
+        extra = self._rows[name].extra if name in self._rows else 0
+        return torch.Size((own[0] + extra, *own[1:])) if extra else own
 
     def report(self, group: Group | None = None) -> MergeReport:
         """What the rounding of all weights handed out so far cost.

@@ -1,16 +1,23 @@
 """`adapter_config.json` of PEFT's LoRA: what of it is understood, what is refused by name, and what is written.
 
 The fields are those of PEFT 0.21 (https://huggingface.co/docs/peft/package_reference/lora); PEFT itself is not needed.
+The tensors beside it are read here as well, under their own names.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
 from luthier.errors import ModelError
 
@@ -68,9 +75,7 @@ _CHANGES_THE_RESULT = (
     "lora_bias",
     "megatron_config",
     "monteclora_config",
-    "trainable_token_indices",
     "use_bdlora",
-    "use_dora",
     "use_qalora",
     "velora_config",
 )
@@ -89,6 +94,7 @@ class PeftConfig:
         alphas: pattern -> alpha.
         dropout: while training.
         rslora: scale by alpha / sqrt(rank).
+        dora: there are lengths too.
         targets: names, or one regular expression, or "all-linear"; None when the file does not say.
         parameters: endings of the names of weights of experts that are adapted.
         exclude: names or one regular expression that are never adapted.
@@ -96,6 +102,7 @@ class PeftConfig:
         layers_pattern: names of the lists of layers.
         modules: endings of the names of modules that are saved whole.
         ties: what is saved whole of tied weights stays tied.
+        tokens: ids whose rows are in the files, or such ids by the name of a module.
     """
 
     directory: Path
@@ -104,6 +111,7 @@ class PeftConfig:
     alphas: dict[str, float] = field(default_factory=dict)
     dropout: float = 0.0
     rslora: bool = False
+    dora: bool = False
     targets: Sequence[str] | str | None = None
     parameters: Sequence[str] = ()
     exclude: Sequence[str] | str = ()
@@ -111,6 +119,7 @@ class PeftConfig:
     layers_pattern: Sequence[str] = ()
     modules: Sequence[str] = ()
     ties: bool = False
+    tokens: Any = None
 
     def alpha_of(self, name: str) -> float:
         """alpha of the layer of this full name; a pattern is a regular expression over the end of the name."""
@@ -157,7 +166,7 @@ def read_peft_config(directory: Path) -> PeftConfig:
     Raises:
         ModelError: there is none, it is no LoRA, or it uses a part of PEFT that is not supported here; it is named.
     """
-    file = _find(directory)
+    file = find_config(directory)
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         kind = raw.get("peft_type")
@@ -182,6 +191,7 @@ def read_peft_config(directory: Path) -> PeftConfig:
             alphas={pattern: float(alpha) for pattern, alpha in (raw.get("alpha_pattern") or {}).items()},
             dropout=float(raw.get("lora_dropout") or 0.0),
             rslora=bool(raw.get("use_rslora")),
+            dora=bool(raw.get("use_dora")),
             targets=raw.get("target_modules"),
             parameters=_listed(raw.get("target_parameters")),
             exclude=raw.get("exclude_modules") or (),
@@ -189,6 +199,7 @@ def read_peft_config(directory: Path) -> PeftConfig:
             layers_pattern=_listed(raw.get("layers_pattern")),
             modules=_listed(raw.get("modules_to_save")),
             ties=bool(raw.get("ensure_weight_tying")),
+            tokens=raw.get("trainable_token_indices"),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"a field is missing or of the wrong type ({error})", where=str(file)) from error
@@ -200,7 +211,8 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list) else [value]
 
 
-def _find(directory: Path) -> Path:
+def find_config(directory: Path) -> Path:
+    """`adapter_config.json` in a directory, or in the only one in it that has it."""
     if (directory / CONFIG_FILE).is_file():
         return directory / CONFIG_FILE
     inner = sorted(directory.glob(f"*/{CONFIG_FILE}")) if directory.is_dir() else []
@@ -218,6 +230,7 @@ def peft_config_json(
     alphas: dict[str, float],
     dropout: float,
     rslora: bool,
+    dora: bool,
     modules: Sequence[str],
     names: Iterable[str],
     parameters: Sequence[str],
@@ -225,6 +238,7 @@ def peft_config_json(
     transposed: bool,
     base_model: str | None,
     revision: str | None,
+    tokens: Any = None,
 ) -> str:
     """The text of `adapter_config.json`.
 
@@ -233,6 +247,7 @@ def peft_config_json(
         alphas: the same -> its alpha.
         dropout: while training.
         rslora: scale by alpha / sqrt(rank).
+        dora: there are lengths too.
         modules: full names of the modules that are saved whole.
         names: full names of all modules of the model. Targets are written as the last parts of the names where these
             mean the very same layers, as other tools like it, and as full names otherwise.
@@ -241,6 +256,7 @@ def peft_config_json(
         transposed: the layers keep their weights as GPT-2 does.
         base_model: name or path of the base.
         revision: its revision on the Hub.
+        tokens: ids whose rows are saved, or such ids by the name of a module.
     """
     rank, alpha = _most_common(ranks.values()), _most_common(alphas.values())
     layers = {name for name in ranks if not any(name == item or name.endswith(f".{item}") for item in parameters)}
@@ -254,11 +270,13 @@ def peft_config_json(
         "alpha_pattern": {name: _whole(value) for name, value in alphas.items() if value != alpha},
         "lora_dropout": dropout,
         "use_rslora": rslora,
+        "use_dora": dora,
         "target_modules": targets,
         "target_parameters": list(parameters) or None,
         "modules_to_save": list(modules) or None,
         "ensure_weight_tying": ties,
         "fan_in_fan_out": transposed,
+        "trainable_token_indices": tokens,
         "base_model_name_or_path": base_model,
         "revision": revision,
     }
@@ -272,3 +290,22 @@ def _most_common(values: Iterable[Any]) -> Any:
 
 def _whole(value: float) -> int | float:
     return int(value) if float(value).is_integer() else value
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """Key -> tensor of the weights in a directory of PEFT files.
+
+    Raises:
+        ModelError: there are none, or they cannot be read.
+    """
+    file = next((directory / name for name in WEIGHT_FILES if (directory / name).is_file()), None)
+    if file is None:
+        raise ModelError(f"there is no {WEIGHT_FILES[0]}", where=str(directory), remedy="fetch it again")
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        found: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+        return found
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        what = "it is damaged, or holds more than tensors"
+        raise ModelError(what, where=str(file), remedy="fetch it again") from error

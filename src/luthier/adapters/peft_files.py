@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from luthier.adapters import peft_experts
 from luthier.adapters.experts import Adapted, ExpertsAdapter, StackShape, adapted, stack_shape
-from luthier.adapters.layer import LoraSpec
-from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, PeftConfig, peft_config_json, read_peft_config
+from luthier.adapters.layer import LoraSpec, is_adapter_weight
+from luthier.adapters.peft_config import (
+    CONFIG_FILE,
+    WEIGHT_FILES,
+    PeftConfig,
+    peft_config_json,
+    read_peft_config,
+    read_tensors,
+)
+from luthier.adapters.principal import filed_spec
+from luthier.adapters.rows import SUFFIX as ROWS
+from luthier.adapters.rows import attach_rows, ids_for_peft, in_order, rows_of, tie_rows, tokens_in_file
 from luthier.adapters.structure import (
     attach_all,
     both_ends_trained,
@@ -39,6 +46,8 @@ from luthier.hf.together import Group, exchange, global_rank, rank_in, together
 
 PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
+_LENGTHS = ".lora_magnitude_vector"
+"""PEFT's name for DoRA's lengths in files, which is not that of the parameter."""
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
@@ -73,9 +82,9 @@ def save_peft(
     own = _own_tensors(model, layers, trained)
     told = exchange(
         (
-            {name: layer.lora_spec for name, layer in layers.items()},
+            {name: filed_spec(layer) for name, layer in layers.items()},
             any(layer.lora_shape.transposed for layer in layers.values() if not isinstance(layer, ExpertsAdapter)),
-            [Entry.of(key, _as_filed(key, value.to("meta"))) for key, value in own.items()],
+            [Entry.of(key, _as_filed(key, value)) for key, value in _on_meta(own).items()],
         ),
         group,
     )
@@ -97,6 +106,7 @@ def save_peft(
         # PEFT reads no dropout beside adapted parameters; it would only matter to who trains on.
         dropout=0.0 if parameters else max(spec.dropout for spec in specs.values()),
         rslora=any(spec.rslora for spec in specs.values()),
+        dora=any(spec.dora for spec in specs.values()),
         modules=trained,
         names=[name for name, _ in plain.named_modules()],
         parameters=parameters,
@@ -104,6 +114,7 @@ def save_peft(
         transposed=any(transposed for _, transposed, _ in told),
         base_model=base_model,
         revision=revision,
+        tokens=ids_for_peft(model),
     )
     target = Path(directory)
     leads = rank_in(group) == 0
@@ -125,9 +136,12 @@ def save_peft(
     return target
 
 
-def _own_tensors(model: Any, layers: Mapping[str, Adapted], trained: Sequence[str]) -> dict[str, Tensor]:
-    """key in PEFT's file -> this rank's part of what it stands for."""
-    own: dict[str, Tensor] = {}
+_Own = dict[str, Tensor | tuple[Tensor, Tensor]]
+"""key in PEFT's file -> this rank's part of what it stands for; a pair is written end to end."""
+
+
+def _own_tensors(model: Any, layers: Mapping[str, Adapted], trained: Sequence[str]) -> _Own:
+    own: _Own = {}
     filed = {name: name for name in layers}
     for group in find_experts(model):
         wanted = [name for key in group.sliced if (name := f"{group.name}.{key}") in layers]
@@ -137,6 +151,13 @@ def _own_tensors(model: Any, layers: Mapping[str, Adapted], trained: Sequence[st
         own[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A.weight
         up = layer.lora_B.weight if isinstance(layer, ExpertsAdapter) else layer.lora_B.effective.detach()
         own[f"{PREFIX}{name}.lora_B.weight"] = up
+        if (first := getattr(layer, "lora_first", None)) is not None:  # the base in files is as it was (`principal`)
+            own[f"{PREFIX}{name}.lora_A.weight"] = (layer.lora_A.weight, first[0])
+            own[f"{PREFIX}{name}.lora_B.weight"] = (up, -first[1])
+        if not isinstance(layer, ExpertsAdapter) and layer.lora_spec.dora:
+            own[f"{PREFIX}{name}{_LENGTHS}"] = layer.lora_magnitude_vector.weight
+    for name, rows in rows_of(model).items():
+        own[f"{PREFIX}{name}{ROWS}"] = rows.trainable_tokens_delta
     inside = tuple(f"{name}." for name in trained)
     for key, value in model.state_dict(keep_vars=True).items():
         if (name := _WRAPPERS.sub("", key)).startswith(inside):
@@ -145,7 +166,7 @@ def _own_tensors(model: Any, layers: Mapping[str, Adapted], trained: Sequence[st
 
 
 def _write_own(
-    path: Path, entries: Sequence[Entry], own: Mapping[str, Tensor], writers: Mapping[str, int], group: Group | None
+    path: Path, entries: Sequence[Entry], own: _Own, writers: Mapping[str, int], group: Group | None
 ) -> None:
     """Gather and write one tensor after the other; ranks that hold the same take the same in the same order."""
     failure: Exception | None = None
@@ -153,7 +174,10 @@ def _write_own(
     for entry in entries:
         if entry.name not in own:
             continue
-        value = gather(own[entry.name], global_rank(group, writers[entry.name]))
+        found = own[entry.name]
+        parts = found if isinstance(found, tuple) else (found,)
+        gathered = [gather(part, global_rank(group, writers[entry.name])) for part in parts]
+        value = _joined(entry.name, gathered)
         if value is not None and writers[entry.name] == rank_in(group) and failure is None:
             try:
                 file.write(entry.name, _as_filed(entry.name, value))
@@ -162,6 +186,21 @@ def _write_own(
     file.close()
     if failure is not None:
         raise failure
+
+
+def _joined(key: str, parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Parts one after the other, along the rank; None where they lie elsewhere."""
+    here = [part for part in parts if part is not None]
+    return None if not here else here[0] if len(here) == 1 else torch.cat(here, 0 if "lora_A" in key else 1)
+
+
+def _on_meta(own: _Own) -> dict[str, Tensor]:
+    """The whole tensors' shapes and dtypes."""
+    made = {}
+    for key, found in own.items():
+        parts = found if isinstance(found, tuple) else (found,)
+        made[key] = _joined(key, [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in parts])
+    return {key: value for key, value in made.items() if value is not None}
 
 
 def _as_filed(key: str, value: Tensor) -> Tensor:
@@ -214,8 +253,11 @@ def load_peft(
     present = {name: layer.lora_spec.rank for name, layer in adapted(model)}
     if not present:
         attach_all(model, specs, trained, dtype)
+        if (tokens := tokens_in_file(config.tokens, model)) is not None:
+            attach_rows(model, tokens, dtype, trained)
     elif present != {name: spec.rank for name, spec in specs.items()}:
         raise ModelError("the model carries other adapters than these files hold", where=str(config.directory))
+    weights = in_order(config.tokens, weights, model)
     if not any(parameter.is_meta for parameter in model.parameters()):
         _fill(model, config, weights)
     elif _ends_differ(model, weights):
@@ -234,11 +276,12 @@ def load_part(model: Any, directory: str | Path) -> None:
     """
     config = read_peft_config(Path(directory))
     weights = peft_experts.from_file(model, config, _read_weights(config), part=True)
+    weights = in_order(config.tokens, weights, model)
     trained = wholly_trained(model)
     places = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for key, value in weights.items():
         name = key.replace(".base_layer.", ".")
-        ours = ".lora_A." in name or ".lora_B." in name or any(name.startswith(f"{whole}.") for whole in trained)
+        ours = ".lora_" in name or is_adapter_weight(name) or any(name.startswith(f"{whole}.") for whole in trained)
         if ours and name in places:  # else it is another stage's
             fill(places[name], value)
 
@@ -258,18 +301,9 @@ def _saved_whole(model: Any, config: PeftConfig) -> list[str]:
 
 def _read_weights(config: PeftConfig) -> dict[str, Tensor]:
     """name in the model -> tensor, PEFT's and other tools' wrappings taken off the name."""
-    file = next((config.directory / name for name in WEIGHT_FILES if (config.directory / name).is_file()), None)
-    if file is None:
-        raise ModelError(f"there is no {WEIGHT_FILES[0]}", where=str(config.directory), remedy="fetch it again")
-    try:
-        if file.suffix == ".safetensors":
-            raw = load_file(file)
-        else:
-            raw = torch.load(file, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        what = "it is damaged, or holds more than tensors"
-        raise ModelError(what, where=str(file), remedy="fetch it again") from error
-    return {_WRAPPERS.sub("", key).removeprefix(PREFIX): value for key, value in raw.items()}
+    raw = read_tensors(config.directory)
+    named = {_WRAPPERS.sub("", key).removeprefix(PREFIX): value for key, value in raw.items()}
+    return {f"{key}.weight" if key.endswith(_LENGTHS) else key: value for key, value in named.items()}
 
 
 def _specs(
@@ -307,8 +341,12 @@ def _specs(
     if not sides:
         raise ModelError("no key of the weights is a LoRA matrix", where=where)
     share = config.dropout if dropout is None else dropout
+    for name in sides if config.dora else ():
+        if f"{name}{_LENGTHS}.weight" not in weights:
+            raise ModelError(f"of {name} lora_magnitude_vector is missing, which use_dora promises", where=where)
+    way = (share, config.rslora, config.dora)
     return {
-        targets[name]: LoraSpec(sides[name]["A"].shape[-2], _alpha(config, targets[name]), share, config.rslora)
+        targets[name]: LoraSpec(sides[name]["A"].shape[-2], _alpha(config, targets[name]), *way)
         for name in shapes
         if name in sides
     }
@@ -325,10 +363,13 @@ def _fill(model: Any, config: PeftConfig, weights: dict[str, Tensor]) -> None:
     """Copy the values; what has no place is refused, unless it repeats what the base has anyway."""
     where = str(config.directory)
     settle_ties(model)
+    tie_rows(model)
     trained = wholly_trained(model)
     if _ends_differ(model, weights):
         untie(model)
     places = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    if rowless := [name for name in rows_of(model) if f"{name}{ROWS}" not in weights]:
+        raise ModelError(f"the rows of {rowless[0]} are missing, which {CONFIG_FILE} promises", where=where)
     missing = [name for name in _kept(model, trained) if name not in weights]
     if missing:
         raise ModelError(f"{missing[0]} is missing, which modules_to_save promises", where=where)
@@ -340,7 +381,7 @@ def _fill(model: Any, config: PeftConfig, weights: dict[str, Tensor]) -> None:
         if place.shape != value.shape:
             what = f"{key} is {list(value.shape)} and the model's is {list(place.shape)}"
             raise ModelError(what, where=where, remedy="was the vocabulary resized? Start from the resized model")
-        ours = ".lora_A." in name or ".lora_B." in name or any(name.startswith(f"{whole}.") for whole in trained)
+        ours = ".lora_" in name or is_adapter_weight(name) or any(name.startswith(f"{whole}.") for whole in trained)
         if ours:
             place.copy_(value)
         elif not torch.equal(place.cpu(), value.to(place.dtype)):

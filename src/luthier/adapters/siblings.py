@@ -165,6 +165,7 @@ def _alike(one: LoraLayer, other: LoraLayer) -> bool:
         one.lora_shape.inputs == other.lora_shape.inputs
         and one.lora_shape.transposed == other.lora_shape.transposed
         and one.lora_spec.scale == other.lora_spec.scale
+        and one.lora_spec.dora == other.lora_spec.dora
         and one.weight.dtype == other.weight.dtype
         and one.lora_A.weight.dtype == other.lora_A.weight.dtype
     )

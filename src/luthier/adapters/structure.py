@@ -11,6 +11,9 @@ from torch import nn
 
 from luthier.adapters.experts import LoraExperts, adapted, attach_experts, detach_experts
 from luthier.adapters.layer import LoraLayer, LoraSpec, attach, detach, is_adapter_weight
+from luthier.adapters.prompt import detach_learned
+from luthier.adapters.rows import detach_rows, rows_of
+from luthier.errors import ConfigError
 from luthier.hf.anatomy import Anatomy, describe
 from luthier.hf.experts import find_experts
 from luthier.hf.gather import local_part
@@ -30,6 +33,10 @@ def attach_all(
     experts = {f"{group.name}.{key}": group for group in find_experts(model) for key in group.matrices}
     for name, spec in specs.items():
         if (group := experts.get(name)) is not None:
+            if spec.dora:
+                what = f"DoRA has no lengths for matrices of fused experts ({name}), and neither has PEFT"
+                remedy = "name other layers in adapter.target (attn), or leave adapter.dora out"
+                raise ConfigError(what, where="adapter.dora", remedy=remedy)
             attach_experts(model.get_submodule(group.name), group, name.rpartition(".")[2], spec, dtype)
         else:
             attach(model.get_submodule(name), spec, dtype)
@@ -62,6 +69,8 @@ def beside(model: Any) -> Any:
             detach(module)
         elif isinstance(module, LoraExperts):
             detach_experts(module)
+    detach_rows(other)
+    detach_learned(other)
     vars(other).pop("lora_trained", None)
     return other
 
@@ -71,6 +80,9 @@ def freeze(model: nn.Module) -> None:
     chosen = {id(p) for name in wholly_trained(model) for p in model.get_submodule(name).parameters()}
     for _, layer in adapted(model):
         chosen |= {id(layer.lora_A.weight), id(layer.lora_B.weight)}
+        if isinstance(layer, LoraLayer) and layer.lora_spec.dora:
+            chosen.add(id(layer.lora_magnitude_vector.weight))
+    chosen |= {id(own.trainable_tokens_delta) for own in rows_of(model).values()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in chosen)
 

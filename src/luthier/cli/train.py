@@ -81,7 +81,10 @@ def _told(summary: dict[str, Any]) -> Iterator[str]:
     loss = f", loss {summary['loss']:.4f}" if summary["loss"] is not None else ""
     yield f"{summary['steps']:,} of {summary['steps_total']:,} steps, {summary['tokens']:,} tokens{loss}"
     if (validation := summary["validation"]) is not None:
-        yield f"validation loss {validation['loss']:.4f}, perplexity {validation['perplexity']:.3f}"
+        told = [f"validation loss {validation['loss']:.4f}"]
+        for name in ("perplexity", "reward_margin", "reward_accuracy"):
+            told += [f"{name.replace('_', ' ')} {validation[name]:.3f}"] if name in validation else []
+        yield ", ".join(told)
     if (best := summary["best"]) is not None and best["step"] != summary["steps"]:
         yield f"best at step {best['step']}: {best['loss']:.4f} (luthier export --step {best['step']})"
     if summary["skipped_steps"]:

@@ -7,8 +7,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from luthier.config.adapters import AdapterConfig, AdaptionPromptConfig, PrefixConfig, PromptConfig
     from luthier.config.load import check_config, dump_config, load_config
     from luthier.config.run import RunConfig
+    from luthier.config.schedules import ScheduleConfig
     from luthier.config.sections import (
         CheckpointConfig,
         DataConfig,
@@ -19,12 +21,13 @@ if TYPE_CHECKING:
         OptimizerConfig,
         ParallelConfig,
         ReportConfig,
-        ScheduleConfig,
         SourceConfig,
         TrainConfig,
     )
 
 __all__ = [
+    "AdapterConfig",
+    "AdaptionPromptConfig",
     "CheckpointConfig",
     "DataConfig",
     "EvaluationConfig",
@@ -33,6 +36,8 @@ __all__ = [
     "MoeConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PrefixConfig",
+    "PromptConfig",
     "ReportConfig",
     "RunConfig",
     "ScheduleConfig",
@@ -43,7 +48,17 @@ __all__ = [
     "load_config",
 ]
 
-_HOMES = {"RunConfig": "run", "check_config": "load", "dump_config": "load", "load_config": "load"}
+_HOMES = {
+    "AdapterConfig": "adapters",
+    "AdaptionPromptConfig": "adapters",
+    "PrefixConfig": "adapters",
+    "PromptConfig": "adapters",
+    "RunConfig": "run",
+    "ScheduleConfig": "schedules",
+    "check_config": "load",
+    "dump_config": "load",
+    "load_config": "load",
+}
 
 
 def __getattr__(name: str) -> Any:

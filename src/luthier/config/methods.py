@@ -2,17 +2,99 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from luthier.config.sections import Section
+from luthier.config.kinds import Kind
+from luthier.config.reinforcement import GrpoConfig
+from luthier.config.sections import PathText, Section
 
 
 class SftConfig(Section):
     """Supervised fine-tuning: weighted cross-entropy of what each row says."""
 
+    rows: ClassVar[Kind] = "documents"
+    """What a row of the data has to be."""
+
     name: Literal["sft"] = "sft"
+
+
+class _SharedPrompts(Section):
+    share_prompt: bool = True
+    """Run the prompt of a row's two answers once, forward and backward, where the model's layers allow it; the same
+    gradients either way."""
+
+
+class DpoConfig(_SharedPrompts):
+    """Direct preference optimisation (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290) on pairs of answers."""
+
+    rows: ClassVar[Kind] = "pairs"
+
+    name: Literal["dpo"]
+    beta: PositiveFloat = 0.1
+    """How strongly the model is held to the reference; ipo calls it tau."""
+    loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
+    """sigmoid; ipo (Azar et al. 2023); hinge (Zhao et al. 2023, SLiC); robust (Chowdhury et al. 2024)."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """The share of pairs that are taken to be the wrong way round (sigmoid: conservative DPO; robust)."""
+    reference: PathText = "precomputed"
+    """What answers are compared with. precomputed: the model before its first step, run over the rows once and kept by
+    content; base: the same, run again in every step; or another model, named as `model` is, run over the rows once."""
+
+    cross_entropy: NonNegativeFloat = 0.0
+    """Weight of the mean cross-entropy of chosen answers' tokens, added to the loss."""
+
+    @model_validator(mode="after")
+    def _smoothed(self) -> DpoConfig:
+        if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
+            raise ValueError(f"{self.loss} has no label smoothing; leave label_smoothing out, or use sigmoid or robust")
+        return self
+
+
+class OrpoConfig(_SharedPrompts):
+    """Odds-ratio preference optimisation (Hong et al. 2024, https://arxiv.org/abs/2403.07691): no reference."""
+
+    rows: ClassVar[Kind] = "pairs"
+
+    name: Literal["orpo"]
+    beta: PositiveFloat = 0.1
+    """Weight of the odds ratio beside the cross-entropy of the chosen answer (lambda in the paper)."""
+    train_on_prompt: bool = False
+    """Count the prompt in the cross-entropy too, as TRL does."""
+
+
+class SimpoConfig(_SharedPrompts):
+    """Simple preference optimisation (Meng et al. 2024, https://arxiv.org/abs/2405.14734): no reference."""
+
+    rows: ClassVar[Kind] = "pairs"
+
+    name: Literal["simpo"]
+    beta: PositiveFloat = 2.0
+    """Scale of the mean log-probability of an answer's tokens."""
+    gamma: NonNegativeFloat = 1.0
+    """The margin that the chosen answer is to have (TRL: simpo_gamma)."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """The share of pairs that are taken to be the wrong way round."""
+    cross_entropy: NonNegativeFloat = 0.0
+    """As of dpo (TRL: cpo_alpha)."""
+
+
+class KtoConfig(Section):
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306): answers with a label
+    each, good or bad."""
+
+    rows: ClassVar[Kind] = "labelled"
+
+    name: Literal["kto"]
+    beta: PositiveFloat = 0.1
+    """How strongly the model is held to the reference."""
+    desirable_weight: PositiveFloat = 1.0
+    """Weight of answers that are good."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight of answers that are bad."""
+    reference: PathText = "precomputed"
+    """As of dpo."""
 
 
 def _named(value: Any) -> Any:
@@ -21,4 +103,7 @@ def _named(value: Any) -> Any:
     return {"name": "sft", **value} if isinstance(value, dict) else value
 
 
-MethodConfig = Annotated[SftConfig, BeforeValidator(_named)]
+MethodConfig = Annotated[
+    Annotated[SftConfig | DpoConfig | OrpoConfig | SimpoConfig | KtoConfig | GrpoConfig, Field(discriminator="name")],
+    BeforeValidator(_named),
+]

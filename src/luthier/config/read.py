@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from luthier.config.faults import Fault, shown
 from luthier.config.nodes import Given, boolean, compose_flow, is_null, number, place, plain, plain_scalar
-from luthier.config.shape import ANYTHING, TAG, Shape, known_paths, shape_of
+from luthier.config.shape import ANYTHING, Shape, known_paths, shape_of
 from luthier.config.suggest import nearest_key
 from luthier.errors import ConfigError
 
@@ -72,7 +72,8 @@ class Reader:
             return {key.value: self.read(value, shape.items[0], (*path, key.value)) for key, value in node.value}
         if shape.kind != "section":
             return {key.value: self.read(value, ANYTHING, (*path, key.value)) for key, value in node.value}
-        tag = next((value.value for key, value in node.value if key.value == TAG), None)
+        key_of_tag = shape.tag if len(shape.sections) > 1 else None
+        tag = next((value.value for key, value in node.value if key.value == key_of_tag), None)
         model = shape.variant(tag if isinstance(tag, str) else None)
         data: dict[str, Any] = {}
         for key_node, value in node.value:

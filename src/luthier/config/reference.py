@@ -10,9 +10,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from luthier.config.images import ImageFields
 from luthier.config.run import RunConfig
-from luthier.config.shape import TAG, Shape, shape_of
+from luthier.config.shape import TAGS, Shape, shape_of
 
 _HEAD = """# Every key of a run
 
@@ -43,13 +42,12 @@ def _section(path: str, shape: Shape) -> Iterator[str]:
     for model in shape.sections:
         title = path or "top level"
         if len(shape.sections) > 1:
-            title += f" ({TAG}: {' or '.join(shape.tags(model))})"
+            title += f" ({shape.tag}: {' or '.join(shape.tags(model))})"
         yield f"\n## {title}\n\n"
         if model.__doc__ and model.__doc__ is not BaseModel.__doc__ and "__doc__" in vars(model):
             yield f"{' '.join(inspect.cleandoc(model.__doc__).split())}\n\n"
         yield "| key | takes | default | |\n| --- | --- | --- | --- |\n"
-        borrowed = ImageFields.model_fields
-        for key, field in sorted(model.model_fields.items(), key=lambda item: item[0] in borrowed):
+        for key, field in model.model_fields.items():
             yield f"| `{key}` | {_takes(shape_of(field.annotation))} | {_default(field)} | {_text(field)} |\n"
     for key, child in _children(shape):
         yield from _section(f"{path}.{key}" if path else key, child)
@@ -89,8 +87,8 @@ def _default(field: FieldInfo) -> str:
         return "required"
     value: Any = field.get_default(call_default_factory=True)
     if isinstance(value, BaseModel):
-        tag = getattr(value, TAG, None)
-        return f"`{{{TAG}: {tag}}}`" if tag else "its own defaults"
+        tag = next((key for key in TAGS if getattr(value, key, None)), None)
+        return f"`{{{tag}: {getattr(value, tag)}}}`" if tag else "its own defaults"
     if isinstance(value, tuple):
         value = list(value)
     if isinstance(value, bool) or value is None:

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import os.path
-from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal
+import re
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    PrivateAttr,
     field_validator,
     model_validator,
 )
 
-from luthier.config.images import ImageFields
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
-"""Text that may name a file: a leading `~` is the home directory; relative paths start at the working directory."""
-
-
-class Section(BaseModel):
-    """Unknown keys are errors, and so are values of another type than the field's."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=False, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-    shorthand: ClassVar[str | None] = None
-    """The key that is meant when a bare text or list stands where this section is expected."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _long_form(cls, value: Any) -> Any:
-        return {cls.shorthand: value} if cls.shorthand and isinstance(value, str | list) else value
+from luthier.config.base import Fraction, PathText, Section, one_or_many
 
 
 def _no_zero(value: int) -> int:
@@ -49,11 +27,7 @@ def _no_zero(value: int) -> int:
     return value
 
 
-def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str | dict | Section) else value
-
-
-class SourceConfig(ImageFields, Section):
+class SourceConfig(Section):
     """Where rows come from, and how to read them. A bare path means `{path: ...}`."""
 
     shorthand = "path"
@@ -67,7 +41,8 @@ class SourceConfig(ImageFields, Section):
     kind: Literal["json", "csv", "parquet", "arrow", "text"] | None = None
     """Which files of a directory are read; all when left out."""
     format: str | None = None
-    """text, instruct, chat, random, or one's own as package.module:Class; told from the columns when left out."""
+    """text, instruct, chat, random, preference, ranked, unpaired, prompt, or package.module:Class; told from the
+    columns when left out."""
     column: str | None = None
     """The column that holds the text (format text) or the messages (format chat)."""
     columns: dict[str, str] = Field(default_factory=dict)
@@ -80,11 +55,17 @@ class SourceConfig(ImageFields, Section):
     """This source's share of a mixture, relative to the others (1 where another names one); without any, all rows."""
     rows: PositiveInt | None = None
     """Take the first N rows only; of format random: how many rows to make (default 1,000)."""
+    image_column: str | None = None
+    """The column that holds a row's images: paths, bytes or addresses, one or a list; images or image when left out."""
+    image_root: PathText | None = None
+    """Directory that paths of images start from and stay in; the data file's own when left out."""
+    allow_urls: bool = False
+    """Fetch images that rows name by http or https; each once, while rows are tokenised."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of a format of one's own; text files: rows (paragraph, line, file); instruct: template (chat, plain); random."""
 
 
-Sources = Annotated[list[SourceConfig], BeforeValidator(_one_or_many), Field(min_length=1)]
+Sources = Annotated[list[SourceConfig], BeforeValidator(one_or_many), Field(min_length=1)]
 
 
 class DataConfig(Section):
@@ -116,6 +97,7 @@ class DataConfig(Section):
     """Keep tokenised rows by content (under LUTHIER_CACHE, else the user's cache directory)."""
     chat_template: PathText | None = None
     """A Jinja file used instead of the tokenizer's own chat template."""
+    _kind: str = PrivateAttr("documents")  # see kinds.py
 
     @model_validator(mode="after")
     def _one_way_to_hold_out(self) -> DataConfig:
@@ -136,20 +118,39 @@ class LoraConfig(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
-    target: Annotated[list[str], BeforeValidator(_one_or_many), Field(min_length=1)] = ["attn", "mlp"]
+    dora: bool = False
+    """Train each output's length beside the low-rank direction (Liu et al. 2024, https://arxiv.org/abs/2402.09353)."""
+    init: str = "default"
+    """First values: default, gaussian, orthogonal, pissa, pissa_niter_N (N rounds of a faster SVD), olora."""
+    target: Annotated[list[str], BeforeValidator(one_or_many), Field(min_length=1)] = ["attn", "mlp"]
     """Roles (attn, mlp, experts alone, unembed, vision, projector), all-linear, names, or patterns of full names."""
-    train_modules: Annotated[list[str], BeforeValidator(_one_or_many)] = []
+    train_modules: Annotated[list[str], BeforeValidator(one_or_many)] = []
     """Modules trained in full beside the adapters, by name or regular expression."""
+    new_tokens: Annotated[list[str], BeforeValidator(one_or_many)] = []
+    """Tokens whose rows of embedding and head train; what the tokenizer lacks is added to it."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the adapters; the base weight's when left out."""
+    quantize: Literal["nf4"] | None = None
+    """QLoRA: keep the linear layers of the frozen base in four bits; double_quantize their scales in eight."""
+    double_quantize: bool = True
     start_from: PathText | None = None
     """A directory with PEFT files (adapter_config.json, adapter_model.safetensors) to go on from."""
+
+    @model_validator(mode="after")
+    def _known_beginning(self) -> LoraConfig:
+        if not re.fullmatch(r"default|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d?)?", self.init):
+            raise ValueError(f"init {self.init!r} is not default, gaussian, orthogonal, pissa, pissa_niter_N or olora")
+        if self.init == "orthogonal" and self.rank % 2:
+            raise ValueError(f"init orthogonal needs an even rank, not {self.rank}")
+        return self
 
 
 class _OptimizerBase(Section):
     learning_rate: NonNegativeFloat = 1.0e-4
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled decay of matrices; biases, norms and other vectors are never decayed."""
+    in_backward: bool = False
+    """Use each gradient as soon as it is there, and free it; needs train.max_gradient_norm: null."""
 
 
 class AdamWConfig(_OptimizerBase):
@@ -197,57 +198,6 @@ class MuonConfig(_OptimizerBase):
 
 OptimizerConfig = Annotated[
     AdamWConfig | StochasticAdamWConfig | SGDConfig | AdafactorConfig | MuonConfig, Field(discriminator="name")
-]
-
-
-class _ScheduleBase(Section):
-    warmup: NonNegativeFloat = 0.0
-    """Steps of linear warm-up; below 1 it is a share of all steps."""
-
-
-class ConstantSchedule(_ScheduleBase):
-    name: Literal["constant"] = "constant"
-
-
-class LinearSchedule(_ScheduleBase):
-    name: Literal["linear"]
-    minimum: Fraction = 0.0
-    """Where the learning rate ends, as a share of its peak."""
-
-
-class CosineSchedule(_ScheduleBase):
-    name: Literal["cosine"]
-    minimum: Fraction = 0.0
-
-
-class WarmupStableDecaySchedule(_ScheduleBase):
-    """Warm-up, plateau, decay (Hu et al. 2024, https://arxiv.org/abs/2404.06395)."""
-
-    name: Literal["wsd"]
-    decay: PositiveFloat = 0.1
-    """Steps of the decay at the end; below 1 it is a share of all steps."""
-    shape: Literal["linear", "cosine", "sqrt"] = "linear"
-    minimum: Fraction = 0.0
-
-
-class PiecewiseSchedule(_ScheduleBase):
-    """Straight lines between points; constant before the first and after the last."""
-
-    name: Literal["piecewise"]
-    points: Annotated[list[tuple[NonNegativeFloat, NonNegativeFloat]], Field(min_length=1)]
-    """[step, factor of the learning rate] in rising order; steps at most 1.0 throughout are shares of all steps."""
-
-    @field_validator("points")
-    @classmethod
-    def _rising(cls, value: list[tuple[float, float]]) -> list[tuple[float, float]]:
-        if any(right[0] <= left[0] for left, right in pairwise(value)):
-            raise ValueError("the steps of points must rise")
-        return value
-
-
-ScheduleConfig = Annotated[
-    ConstantSchedule | LinearSchedule | CosineSchedule | WarmupStableDecaySchedule | PiecewiseSchedule,
-    Field(discriminator="name"),
 ]
 
 
@@ -375,7 +325,7 @@ class EvaluationConfig(Section):
 
 
 class ReportConfig(Section):
-    trackers: Annotated[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]], BeforeValidator(_one_or_many)] = []
+    trackers: Annotated[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]], BeforeValidator(one_or_many)] = []
     """Besides metrics.jsonl, which is always written."""
     project: str = "luthier"
     every: PositiveInt = 1

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-TAG = "name"
-"""The key that tells the variants of a section apart (`optimizer.name`)."""
+TAGS = ("name", "kind")
+"""The keys that tell the variants of a section apart (`optimizer.name`, `adapter.kind`)."""
 
 Kind = Literal["section", "list", "mapping", "text", "choice", "boolean", "integer", "number", "anything"]
 
@@ -32,7 +32,7 @@ class Shape:
     Attributes:
         kind: how its value is written.
         optional: whether `null` is one of its values.
-        sections: of a section, its models; several are variants told apart by the key `name`.
+        sections: of a section, its models; several are variants told apart by the key `tag`.
         items: of a list, what it holds (of a tuple, place by place); of a mapping, what its values are.
         choices: of a choice, the words there are.
     """
@@ -52,14 +52,19 @@ class Shape:
         if len(self.sections) == 1:
             return self.sections[0]
         for model in self.sections:
-            field = model.model_fields[TAG]
+            field = model.model_fields[self.tag]
             if tag in get_args(field.annotation) or (tag is None and not field.is_required()):
                 return model
         return None
 
+    @property
+    def tag(self) -> str:
+        """The key that tells the variants apart."""
+        return next(key for key in TAGS if all(key in model.model_fields for model in self.sections))
+
     def tags(self, model: type[BaseModel]) -> tuple[str, ...]:
         """The names under which a variant goes."""
-        return get_args(model.model_fields[TAG].annotation)
+        return get_args(model.model_fields[self.tag].annotation)
 
     def child(self, key: str, model: type[BaseModel] | None = None) -> Shape:
         """The shape of a section's key; "anything" for a key that no variant has."""

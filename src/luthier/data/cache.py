@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock
 
+from luthier.config.kinds import kind_of
 from luthier.config.sections import DataConfig, SourceConfig
 from luthier.data.picture_files import Stamp, pack, stamps, unchanged
 from luthier.data.prepare import Progress, SourceReader
@@ -160,6 +161,7 @@ def _key(reader: SourceReader) -> str:
         "length": [data.sequence_length, data.too_long],
         "on_bad_row": data.on_bad_row,
         "tokenizer": fingerprint(reader.tokenizer),
+        "kind": kind_of(data),
     }
     if (sight := sight_of(reader.tokenizer)) is not None:
         names = [str(file) for file in reader.files or ()]

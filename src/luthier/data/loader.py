@@ -128,6 +128,21 @@ class Loader:
             epoch, position = epoch + 1, 0
         return steps
 
+    def ahead(self) -> np.ndarray:
+        """int64, numbers of the rows that the run comes to from its present place on, each once."""
+        assert isinstance(self._rows, Rows)
+        epoch, position, step = self._state.epoch, self._state.position, self._state.step
+        seen = np.zeros(len(self._rows), bool)
+        while (limit := self._limit(epoch)) > 0 and (self._steps is None or step < self._steps) and not seen.all():
+            order = self._rows.order(self._seed, epoch, self._data.shuffle)
+            ends = np.cumsum(self._rows.lengths[order]) if self._tokens is not None else None
+            begin = position
+            while position < limit and (self._steps is None or step < self._steps):
+                position, step = self._end(position, limit, ends), step + 1
+            seen[order[begin:position]] = True
+            epoch, position = epoch + 1, 0
+        return np.flatnonzero(seen)
+
     @property
     def past_end(self) -> bool:
         """Whether the present place lies after the end of the run: it was longer when the place was taken."""
@@ -157,7 +172,9 @@ class Loader:
             tokens=before.tokens + tokens,
             trained_tokens=before.trained_tokens + step.trained,
         )
-        dealt = microbatches(step.lengths, self._data.sequence_length, self._data.packing, self._ranks)
+        # a row of several documents may be longer than any one of them may be
+        capacity = max(self._data.sequence_length, *step.lengths)
+        dealt = microbatches(step.lengths, capacity, self._data.packing, self._ranks)
         own = [pack([step.sample(row) for row in rows], self._rows.sight) for rows in dealt[self._rank]]
         return StepBatch(own, self._state, len(step.lengths), tokens, step.trained, step.weight, step.passed)
 

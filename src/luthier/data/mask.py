@@ -117,6 +117,10 @@ class Masker:
         except UserError as error:
             raise BadRow(error.what, reason="refused by the chat template") from error
 
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[int]:
+        """The rendering with the generation prompt at its end, as ids."""
+        return self._encoder.encode_rendered(self.text(messages, tools, prompt=True))
+
     def changed_content(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> set[str]:
         """Roles whose text the template changes (or, for a system message, leaves out).
 

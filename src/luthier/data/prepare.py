@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from luthier.batch import Sample
+from luthier.config.kinds import kind_of
 from luthier.config.sections import DataConfig, SourceConfig
 from luthier.data.formats import Format, detect, make_format
 from luthier.data.formats.random import random_rows
@@ -71,7 +72,7 @@ class SourceReader:
             # the first rows together, since the very first may be the one that lacks a column
             columns = dict.fromkeys(name for row, _ in first if not isinstance(row, BadRow) for name in row)
             if columns or self.source.format is not None:
-                self._make(self.source.format or detect(columns, self.source))
+                self._make(self.source.format or detect(columns, self.source, kind_of(self.data)))
         yield from itertools.chain(first, rows)
 
     def samples(self, raw: RawRow) -> list[Sample]:
@@ -98,8 +99,8 @@ class SourceReader:
         if not samples:
             self.report.empty += 1
             self.report.note("empty", str(origin))
-        longest, policy = self.data.sequence_length, self.data.too_long
-        return [piece for sample in samples for piece in fit(sample, longest, policy, self.report)]
+        longest, policy, kind = self.data.sequence_length, self.data.too_long, kind_of(self.data)
+        return [piece for sample in samples for piece in fit(sample, longest, policy, self.report, kind)]
 
     def root(self, file: str) -> Path | None:
         """Where paths of images in a file's rows start; None for rows of no directory."""
@@ -117,9 +118,12 @@ class SourceReader:
 
     def _made(self, row: dict[str, Any], origin: Origin) -> Sample | list[Sample] | None:
         sight = sight_of(self.tokenizer)
-        if sight is None:
+        told = kind_of(self.data)
+        if sight is None or told != "documents":
             if (column := has_pictures(row, self.source)) is not None:
                 why, remedy = blindness(self.tokenizer)
+                if sight is not None:
+                    why, remedy = f"{told} have none", "train on them with method sft"
                 what = f"column {column!r} holds images, and {why}"
                 raise BadRow(what, reason="images that are not read", remedy=remedy)
             return self._formatted(row)
@@ -131,7 +135,7 @@ class SourceReader:
     def _formatted(self, row: dict[str, Any]) -> Sample | list[Sample] | None:
         if self._format is None:
             # every row that told the columns was bad
-            self._make(detect(row, self.source))
+            self._make(detect(row, self.source, kind_of(self.data)))
         assert self._format is not None
         try:
             return self._format(row)
@@ -148,7 +152,7 @@ class SourceReader:
 
     def _make(self, name: str) -> None:
         if self._format is None:
-            self._format = make_format(name, self.tokenizer, self.source)
+            self._format = make_format(name, self.tokenizer, self.source, kind_of(self.data))
             remarks: Counter[str] | None = getattr(self._format, "remarks", None)
             if remarks is not None:
                 self.report.remarks = remarks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, overload
 
 import numpy as np
@@ -35,6 +36,7 @@ class Rows:
         lengths: int64 [rows], positions of each.
         trained: int64 [rows], trained positions of each.
         weight_sums: float64 [rows], sum of the weights of each.
+        longest_document: positions of the longest document, of those not chosen as well; a row may hold several.
         epoch_rows: how many rows an epoch has.
         fingerprint: hash of all that is trained on, and of the mixture.
         report: what became of the rows of the sources.
@@ -57,6 +59,7 @@ class Rows:
         self.lengths = self._column("lengths")
         self.trained = self._column("trained")
         self.weight_sums = self._column("weight_sums")
+        self.longest_document = max((int(part.columns["parts"].max(initial=0)) for part in self._parts), default=0)
         self.epoch_rows = sum(mixture.epoch_sizes(self._sizes, self._weights))
         self.report = DataReport()
         for part in self._parts:
@@ -74,7 +77,7 @@ class Rows:
             raise IndexError(index)
         part = int(np.searchsorted(self._ends, index, side="right"))
         before = int(self._ends[part - 1]) if part else 0
-        return self._parts[part][int(self._chosen[part][index - before])]
+        return replace(self._parts[part][int(self._chosen[part][index - before])], number=index)
 
     @property
     def pictures(self) -> bool:

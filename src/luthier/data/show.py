@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from rich.text import Text
 
-from luthier.batch import Sample
+from luthier.batch import NO_TOKEN, Sample
 from luthier.hf.render import Tokenizer
 from luthier.hf.sight import sight_of
 
 TRAINED, GIVEN, EDGE = "bold green", "dim", "bright_black"
+PARTS = (" (first)", " (second)")
+"""Of the documents of a row: of a pair the first is the preferred one."""
 _LONGEST_CHARACTER = 4
 
 
 def tokens_of(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The tokens of a row as plain data: ids, text, weight. Those of one character stand together, so do an image's."""
-    ids = [int(sample.tokens[0]), *(int(token) for token in sample.targets)]
+    """The tokens of a document as plain data: ids, text, weight. A character's stand together, and so do an image's."""
+    ids = [int(sample.tokens[0]), *(int(token) for token in sample.targets if token != NO_TOKEN)]
     weights = [0.0, *(float(weight) for weight in sample.weights)]
     sight = sight_of(tokenizer)
     shown: list[dict[str, Any]] = []
@@ -34,20 +37,32 @@ def tokens_of(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, Any]]:
 def render_row(sample: Sample, tokenizer: Tokenizer) -> Text:
     """A row for the terminal: a line of counts, then its tokens with a thin line between them.
 
-    Trained tokens are green and bold, the others dim; a line end shows as a sign and a line end.
+    Trained tokens are green and bold, the others dim; a line end shows as a sign and a line end. Each document of a row
+    that has several (the answers of a pair) stands under a line of counts of its own.
     """
-    trained = int((sample.weights != 0).sum())
     shown = Text()
-    shown.append(f"{sample.origin or 'row'}: {len(sample) + 1:,} tokens, {trained:,} trained on\n", style="bold")
     for picture in sample.pictures:
         shown.append(f"image {picture.path}\n", style=GIVEN)
+    for number, document in enumerate(sample.documents):
+        name = f"{sample.origin or 'row'}{PARTS[min(number, 1)] if sample.parts else ''}"
+        if number:
+            shown.append("\n")
+        _render(replace(document, origin=name), tokenizer, shown)
+    for key, value in sample.meta.items():
+        shown.append(f"\n{key}: {value}", style=EDGE)
+    return shown
+
+
+def _render(sample: Sample, tokenizer: Tokenizer, shown: Text) -> None:
+    trained = int((sample.weights != 0).sum())
+    length = 1 + int((sample.targets != NO_TOKEN).sum())
+    shown.append(f"{sample.origin}: {length:,} tokens, {trained:,} trained on\n", style="bold")
     for token in tokens_of(sample, tokenizer):
         text = str(token["text"]).replace("\r", "␍").replace("\t", "⇥").replace("\n", "⏎\n")
         visible = "".join(c if c.isprintable() or c == "\n" else f"\\u{ord(c):04x}" for c in text)
         shown.append(visible, style=TRAINED if token["weight"] else GIVEN)
         if not visible.endswith("\n"):
             shown.append("│", style=EDGE)
-    return shown
 
 
 def _pieces(ids: list[int], weights: list[float], tokenizer: Tokenizer) -> Iterator[tuple[int, int, str]]:

@@ -28,11 +28,15 @@ COLUMNS: dict[str, str] = {
     "document": "<i8",
     "origin_file": "<i4",
     "origin_number": "<i8",
-    "picture_bytes": "<i8",
+    "documents": "<i8",
+    "parts": "<i8",
+    "meta": "|u1",
+    "meta_sizes": "<i8",
     "pictures": "|u1",
+    "picture_sizes": "<i8",
 }
-"""Name -> dtype. The first three have an entry per position, the last holds the pictures of all samples as
-`picture_files` packs them, so many bytes of each as `picture_bytes` says, the others have an entry per sample.
+"""Name -> dtype. The first three have an entry per position, `parts` (lengths) one per document, `meta` (JSON, nothing
+where there is none) and `pictures` (as `picture_files` packs them) one per byte, the others one per sample.
 
 An origin number counts lines, or rows where it is negative.
 """
@@ -46,6 +50,8 @@ class Tokenised:
     Attributes:
         columns: the arrays of `COLUMNS`.
         starts: int64 [samples + 1], where each sample begins in the first three.
+        part_starts: the same in `parts`.
+        meta_starts: the same in `meta`.
         origins: names that `origin_file` points at.
         report: what became of the rows.
         stop_ids: tokens that ended what the model is to say.
@@ -58,6 +64,8 @@ class Tokenised:
 
     columns: dict[str, np.ndarray]
     starts: np.ndarray
+    part_starts: np.ndarray
+    meta_starts: np.ndarray
     origins: list[str]
     report: DataReport
     stop_ids: list[int]
@@ -73,12 +81,16 @@ class Tokenised:
     def __getitem__(self, index: int) -> Sample:
         start, end = int(self.starts[index]), int(self.starts[index + 1])
         tokens, targets, weights = (self.columns[name][start:end] for name in ("tokens", "targets", "weights"))
+        parts: list[int] = self.columns["parts"][self.part_starts[index] : self.part_starts[index + 1]].tolist()
+        meta = self.columns["meta"][self.meta_starts[index] : self.meta_starts[index + 1]].tobytes()
         return Sample(
             tokens.astype(np.int64),
             targets.astype(np.int64),
             np.array(weights),
             self.origin(index),
-            self.pictures(index),
+            tuple(parts) if len(parts) > 1 else (),
+            json.loads(meta) if meta else {},
+            pictures=self.pictures(index),
         )
 
     def pictures(self, index: int) -> tuple[Picture, ...]:
@@ -110,6 +122,7 @@ class Writer:
 
     def add(self, sample: Sample, document: int, origin_file: int, origin: Origin, pictures: bytes = b"") -> None:
         """Append a sample that came from the `document`-th row, with its packed pictures."""
+        meta = json.dumps(sample.meta).encode() if sample.meta else b""
         values: dict[str, Any] = {
             "tokens": sample.tokens,
             "targets": sample.targets,
@@ -120,8 +133,12 @@ class Writer:
             "document": [document],
             "origin_file": [origin_file],
             "origin_number": [origin.number if origin.unit == "line" else -origin.number],
-            "picture_bytes": [len(pictures)],
+            "documents": [len(sample.lengths)],
+            "parts": sample.lengths,
+            "meta": np.frombuffer(meta, np.uint8),
+            "meta_sizes": [len(meta)],
             "pictures": np.frombuffer(pictures, np.uint8),
+            "picture_sizes": [len(pictures)],
         }
         for name, value in values.items():
             data = np.asarray(value).astype(COLUMNS[name]).tobytes()
@@ -159,15 +176,20 @@ class MemoryColumns:
 def assemble(meta: dict[str, Any], read: Callable[[str], np.ndarray]) -> Tokenised:
     """Samples from their arrays."""
     columns = {name: read(name) for name in COLUMNS}
-    starts = np.concatenate([[0], np.cumsum(columns["lengths"], dtype=np.int64)])
+
+    def starts(name: str) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(columns[name], dtype=np.int64)])
+
     return Tokenised(
         columns=columns,
-        starts=starts,
+        starts=starts("lengths"),
+        part_starts=starts("documents"),
+        meta_starts=starts("meta_sizes"),
         origins=list(meta["origins"]),
         report=DataReport.from_dict(meta["report"]),
         stop_ids=[int(token) for token in meta["stop_ids"]],
         content=hashlib.sha256(json.dumps(meta["columns"], sort_keys=True).encode()).hexdigest(),
-        picture_starts=np.concatenate([[0], np.cumsum(columns["picture_bytes"], dtype=np.int64)]),
+        picture_starts=np.concatenate([[0], np.cumsum(columns["picture_sizes"], dtype=np.int64)]),
         stamps=[(str(path), int(size), int(changed)) for path, size, changed in meta["stamps"]],
     )
 

@@ -11,13 +11,26 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Literal, Required, TypedDict, Unpack
 
 import torch
 
-from luthier.adapters import LoraReport, apply_lora, finish_lora, is_adapter_weight, part_on_meta
-from luthier.config import LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig
+from luthier.adapters import (
+    AdapterReport,
+    LoraReport,
+    apply_adapter,
+    finish_adapter,
+    is_adapter_weight,
+    packing_of,
+    part_on_meta,
+    quantizable,
+    quantized_report,
+    require_whole_blocks,
+)
+from luthier.adapters.rows import NewTokens
+from luthier.config import AdapterConfig, LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig
 from luthier.engine.balance import Balance
 from luthier.engine.logprobs import Head
 from luthier.engine.network import Network
@@ -35,10 +48,12 @@ from luthier.hf.load import DTYPES, load_model, tie_on_meta
 from luthier.hf.small import kind_of, make_small
 from luthier.hf.source import ModelSource
 from luthier.optim.build import build_optimizer
+from luthier.optim.in_backward import InBackward
 from luthier.parallel import context, expert, rules, tensor
 from luthier.parallel.checkpointing import Policy, checkpoint_activations
 from luthier.parallel.fsdp import shard, sum_what_is_whole
 from luthier.parallel.mesh import Mesh
+from luthier.parallel.norm import square
 from luthier.parallel.pipeline import Cut, Pipeline, cut
 from luthier.parallel.programs import stages_of
 
@@ -92,8 +107,8 @@ def choose_precision(asked: Precision | None, device: torch.device) -> Precision
 class How(TypedDict, total=False):
     """How a model is made ready: keywords of `build_network` and `build_state`. All but `adapter` may be left out."""
 
-    adapter: Required[LoraConfig | None]
-    """LoRA beside frozen weights; None trains everything."""
+    adapter: Required[AdapterConfig | None]
+    """LoRA, or another kind, beside frozen weights; None trains everything."""
     precision: Precision | None
     """Dtype of weights and arithmetic; what the device is fast at when left out."""
     device: torch.device | None
@@ -104,6 +119,8 @@ class How(TypedDict, total=False):
     """The model's own random initialisation instead of the weights."""
     trust_remote_code: bool
     """Run code that the model's repository brings."""
+    tokens: NewTokens | None
+    """Whose rows of embedding and head train beside LoRA; none when left out."""
     seed: int
     """Of the random initialisation and of the adapters; 0 when left out."""
     activation_checkpointing: Policy
@@ -140,6 +157,7 @@ def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: U
         from_scratch=how.get("from_scratch", False),
         seed=seed,
         trust_remote_code=how.get("trust_remote_code", False),
+        packing=plan.packing,
     )
     pipeline = None
     if plan.stages is not None and mesh is not None and mesh.pp is not None:
@@ -148,8 +166,10 @@ def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: U
     lora = plan.lora
     if adapter is not None:
         alone = pipeline.run_alone if pipeline is not None else None
-        found = finish_lora(model, adapter, seed, run=alone, part=mesh is not None)
-        lora = found if mesh is None else lora  # a rank sees its part alone
+        found = finish_adapter(model, adapter, seed, run=alone, part=mesh is not None)
+        lora = found if mesh is None else lora or found  # a rank sees its part alone
+        if isinstance(lora, LoraReport):
+            lora = replace(lora, quantized=plan.quantized)
     if mesh is not None and mesh.fsdp is not None:
         sum_what_is_whole(model, mesh.fsdp)
     if mesh is None:
@@ -215,25 +235,30 @@ class _Plan:
     dtype: torch.dtype
     limits: Limits
     head: HeadInfo | None
-    lora: LoraReport | None = None
+    lora: AdapterReport | None = None
     outline: Any = None
     parameters: int
     stages: Cut | None = None
     auxiliary: float = 0.0
+    quantized: str = ""
 
     def __init__(self, how: How, moe: MoeConfig | None) -> None:
         self._how, self._moe = how, moe
         self.device = how.get("device") or choose_device(None)
         self.mesh, self.seed = how.get("mesh"), how.get("seed", 0)
+        self.packing = packing_of(lora if isinstance(lora := how["adapter"], LoraConfig) else None)
 
     def lay_out(self, model: Any) -> None:
         adapter = self._how["adapter"]
         if adapter is not None:
-            self.lora = apply_lora(model, adapter, self.seed)
+            self.lora = apply_adapter(model, adapter, self.seed, self._how.get("tokens"))
         self.dtype = model.dtype  # of its first weight, which on another stage may be one that is kept in fp32
         self.anatomy, self.limits, self.head = describe(model), limits_of(model), linear_head(model)
         tied = set(model.all_tied_weights_keys)
         self.parameters = sum(p.numel() for name, p in model.named_parameters() if name not in tied)
+        if self.packing is not None:
+            self.packing.names = quantizable(model)
+            self.quantized = str(quantized_report(model, self.packing.names, self.packing.double))
         if self._moe is not None:
             _refuse_what_reading_resets(model)
             self.auxiliary = Balance.coefficient_of(model, self._moe, adapted=adapter is not None)
@@ -242,6 +267,13 @@ class _Plan:
             if self.device.type == "cpu":
                 accelerate_model(model)
             self._cut(model, self.mesh)
+            if self.packing is not None:
+                self.packing.names = self._packed_here(model)
+                require_whole_blocks(model, self.packing.names)
+
+    def _packed_here(self, model: Any) -> list[str]:
+        here = model.state_dict().keys()
+        return [name for name in self.packing.names if name in here] if self.packing is not None else []
 
     def recompute_and_compile(self, model: Any, layers: Iterable[str]) -> None:
         checkpoint_activations(model, self._how.get("activation_checkpointing", "off"))
@@ -289,6 +321,7 @@ class _Plan:
                 expert_mesh=mesh.efsdp,
                 joined=joined_dims(model),
                 stacked=stacked_dims(model),
+                packed=[model.get_parameter(name) for name in self._packed_here(model)],
             )
 
 
@@ -306,13 +339,14 @@ def build_state(
     Raises:
         as `build_network`.
     """
+    if optimizer.in_backward and (mesh := how.get("mesh")) is not None:
+        rules.check_in_backward(mesh.layout)
     network = build_network(source, moe=moe or MoeConfig(), **how)
     model = network.model
     model.train()
     if network.device.type == "cpu":
         # after loading, so that what loading freed has gone back to the system
-        mesh = network.mesh
-        tune_allocator(keep=mesh is None or mesh.layout.fsdp * mesh.layout.efsdp == 1)
+        tune_allocator(keep=network.mesh is None or network.mesh.layout.fsdp * network.mesh.layout.efsdp == 1)
     inside = tuple(f"{layer}." for layer in describe(model).layers)
     made = build_optimizer(
         model.named_parameters(),
@@ -323,4 +357,7 @@ def build_state(
         part=network.pipeline is not None,
     )
     known = {field.name: getattr(network, field.name) for field in fields(network)}
-    return TrainState(optimizer=made, **known)
+    state = TrainState(optimizer=made, **known)
+    if optimizer.in_backward:
+        state.in_backward = InBackward(made, state.trainable, partial(square, mesh=network.mesh))
+    return state

@@ -37,6 +37,11 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What is reported of it, by name."""
+        return {"loss": self.loss, "perplexity": self.perplexity, "tokens": self.trained_tokens}
+
 
 def batch_logprobs(network: Network, batch: Batch) -> torch.Tensor:
     """`logprobs_of` a single microbatch."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from luthier.adapters import is_adapter_weight
 from luthier.hf.gather import blocks, coordinate_of, local_part, reshard
 from luthier.hf.together import Group, exchange, tell
 
@@ -30,7 +31,8 @@ def model_digest(model: Any, group: Group | None = None) -> str:
         16 hex digits.
     """
     reshard(model)
-    own = {name: _samples(p) for name, p in model.named_parameters() if ".lora_" not in name}
+    base = [(name, p) for name, p in model.named_parameters() if ".lora_" not in name and not is_adapter_weight(name)]
+    own = {name: _samples(p) for name, p in base}
     shapes: dict[str, str] = {}
     values: dict[str, dict[int, float]] = {}
     for found in exchange(own, group):

@@ -7,6 +7,7 @@ Under tensor parallelism each rank has the logits of its own tokens, and only su
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Literal
 
 import torch
@@ -46,6 +47,15 @@ class Head:
         self._chunk = chunk or DEFAULT_CHUNK
         self._logits_chunk = chunk or LOGITS_CHUNK
         self._linear = linear_head(model) if linear == "find" else linear
+        self._temperature = 1.0
+
+    def at(self, temperature: float) -> Head:
+        """The head of the same model whose logits are divided by a temperature."""
+        if temperature == 1.0:
+            return self
+        other = copy.copy(self)
+        other._linear, other._temperature = None, temperature
+        return other
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,4 +111,5 @@ class Head:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, vocabulary], or to this rank's part of it, by the model's own forward."""
-        return head_logits(self._model, hidden)
+        logits = head_logits(self._model, hidden)
+        return logits if self._temperature == 1.0 else logits / self._temperature

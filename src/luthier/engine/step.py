@@ -20,7 +20,7 @@ from luthier.engine.state import TrainState
 from luthier.hf.forward import hidden_states
 from luthier.hf.seeing import eyes_open
 from luthier.parallel.fsdp import within
-from luthier.parallel.norm import gradient_norm, settle
+from luthier.parallel.norm import gradient_norm, norm_of, settle
 from luthier.parallel.pipeline import Pipeline
 
 LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]
@@ -101,7 +101,12 @@ def _run(
 ) -> list[ForwardBackward]:
     if state.pipeline is not None:
         return _through_stages(state, state.pipeline, batches, loss, all_logprobs)
-    return [_forward_backward(state, batch, loss, all_logprobs) for batch in batches]
+    if state.in_backward is None:
+        return [_forward_backward(state, batch, loss, all_logprobs) for batch in batches]
+    *earlier, last = batches
+    found = [_forward_backward(state, batch, loss, all_logprobs) for batch in earlier]
+    with state.in_backward.armed():
+        return [*found, _forward_backward(state, last, loss, all_logprobs)]
 
 
 def _count(state: TrainState, batches: list[Batch]) -> None:
@@ -199,6 +204,7 @@ def optim_step(
     loss: float = 0.0,
     learning_rate_factor: float = 1.0,
     max_gradient_norm: float | None = None,
+    counts: bool = True,
 ) -> OptimStep:
     """Clip, update, clear the gradients and count the step.
 
@@ -208,6 +214,7 @@ def optim_step(
             gradients are.
         learning_rate_factor: multiplies the configured learning rate of every parameter group (a schedule's value).
         max_gradient_norm: gradients are scaled so that their norm is at most this; None for no clipping.
+        counts: off: the caller makes one step of several updates, of which this is not the last.
     """
     trainable = state.trainable
     if state.mesh is not None:
@@ -216,22 +223,30 @@ def optim_step(
     if state.pipeline is not None:
         state.pipeline.settle()
         counted = [parameter for name, parameter in trainable.items() if name not in state.pipeline.copies]
-    norm = gradient_norm(counted, state.mesh)
+    if state.in_backward is not None:  # weights have changed already; what is left over is of weights without a loss
+        norm = norm_of(state.in_backward.squares(), state.mesh)
+    else:
+        norm = gradient_norm(counted, state.mesh)
     finite = bool(torch.isfinite(norm)) and math.isfinite(loss)
     bad = None
-    if finite:
+    if finite and state.in_backward is None:
         clip = min(1.0, max_gradient_norm / float(norm)) if max_gradient_norm is not None and norm > 0 else 1.0
-        for group in state.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * learning_rate_factor
+        set_learning_rate(state, learning_rate_factor)
         state.optimizer.step(gradient_factor=clip)
-    else:
+    elif not finite:
         bad = first_bad_gradient(trainable)
         state.counters.skipped_steps += 1
     if state.balance is not None:
         state.balance.move_biases(applied=finite)
     state.optimizer.zero_grad(set_to_none=True)
-    state.counters.step += 1
+    state.counters.step += counts
     return OptimStep(float(norm), finite, bad)
+
+
+def set_learning_rate(state: TrainState, factor: float) -> None:
+    """Multiply the configured learning rate of every parameter group; before the backward pass for those in it."""
+    for group in state.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
 
 
 def _scatter(values: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:

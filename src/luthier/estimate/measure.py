@@ -16,7 +16,7 @@ from luthier.hf.experts import find_experts
 from luthier.hf.linear import linear_shape
 from luthier.hf.outline import Work, outline
 from luthier.hf.plans import tensor_plan
-from luthier.parallel.styles import CHANGES_HANDS, COLWISE, ROWWISE, lie, lie_of_adapter
+from luthier.parallel.styles import ADAPTER_PARTS, CHANGES_HANDS, COLWISE, ROWWISE, lie, lie_of_adapter
 from luthier.report.flops import count_flops
 from luthier.report.operations import LayerFlops
 
@@ -90,7 +90,7 @@ class _Cuts:
         """The dimension of a parameter that tp cuts, and whether its gradient is made in parts."""
         owner, _, leaf = name.rpartition(".")
         parent, _, matrix = owner.rpartition(".")
-        if matrix in ("lora_A", "lora_B"):
+        if matrix in ADAPTER_PARTS:
             how = lie_of_adapter(self.styles.get(parent), matrix)
         else:
             shape = linear_shape(model.get_submodule(owner))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from luthier.adapters import apply_lora, is_adapter_weight
+from luthier.adapters import apply_adapter, is_adapter_weight
 from luthier.adapters.structure import settle_ties
 from luthier.config import RunConfig
 from luthier.engine.build import DTYPES, choose_precision
@@ -60,7 +60,7 @@ def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
         parameter.data = parameter.data.to(DTYPES[precision])
     line = None
     if config.adapter is not None:
-        line = str(apply_lora(model, config.adapter, config.seed))
+        line = str(apply_adapter(model, config.adapter, config.seed))
     settle_ties(model)
     tie_on_meta(model)
     inside = tuple(f"{layer}." for layer in describe(model).layers)

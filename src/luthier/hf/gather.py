@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
+from luthier.hf.nf4 import dense
+
 Block = tuple[tuple[slice, ...], tuple[slice, ...]]
 """Where a block lies in a rank's part, and where in the whole tensor."""
 
@@ -90,7 +92,7 @@ def holders(tensor: DTensor, rank: int) -> list[tuple[list[int], int]]:
 
 @torch.no_grad()
 def gather(tensor: torch.Tensor, destination: int) -> torch.Tensor | None:
-    """The whole tensor on one rank; elsewhere nothing but the own part is held.
+    """The whole tensor on one rank, not quantised; elsewhere nothing but the own part is held.
 
     Args:
         tensor: a DTensor, of which all ranks of its mesh call this in the same order, or a plain one.
@@ -101,10 +103,10 @@ def gather(tensor: torch.Tensor, destination: int) -> torch.Tensor | None:
     """
     here = dist.get_rank() if dist.is_initialized() else destination
     if not isinstance(tensor, DTensor):
-        return tensor.detach() if here == destination else None
+        return dense(tensor.detach()) if here == destination else None
     if coordinate_of(tensor, destination) is None:
         return None  # that rank gathers from others, which hold the same
-    local = local_part(tensor)
+    local = dense(local_part(tensor))
     kind = tensor.device_mesh.device_type  # offloaded shards travel through the device that the ranks talk by
     device = local.device if local.device.type == kind else torch.device(kind, torch.cuda.current_device())
     sources = holders(tensor, destination)

@@ -15,6 +15,7 @@ from luthier.batch import Batch
 from luthier.errors import DataError
 from luthier.hf.anatomy import text_backbone
 from luthier.hf.kinds import sees
+from luthier.hf.virtual import virtual_of
 
 _POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)$")
 
@@ -72,7 +73,11 @@ def limits_of(model: Any) -> Limits:
         for name, module in reader.named_modules()
         if isinstance(module, nn.Embedding) and module is not embedding and _POSITIONS.search(name)
     ]
-    return Limits(embedding.weight.shape[0], min(tables, default=None))
+    vocabulary = int(getattr(embedding, "vocabulary", embedding.weight.shape[0]))  # rows of new tokens stand beside
+    positions = min(tables, default=None)
+    if positions is not None and (virtual := virtual_of(model)) is not None:
+        positions -= virtual.length
+    return Limits(vocabulary, positions)
 
 
 def _row(batch: Batch, position: int) -> str | None:

@@ -35,6 +35,7 @@ from luthier.errors import ModelError, UserError
 from luthier.hf import attention as luthier_attention
 from luthier.hf.initialise import initialise
 from luthier.hf.kinds import not_causal, sees
+from luthier.hf.packing import OnTheFly, Packing
 from luthier.hf.quiet import quiet
 from luthier.hf.rotary import follow_documents
 from luthier.hf.source import ModelSource, explain, fetch, load_config
@@ -57,6 +58,7 @@ class _Loading:
     prepare: Prepare | None
     seed: int
     from_scratch: bool
+    packing: Packing | None = None
     own_keys: set[str] = field(default_factory=set)
     parted: set[str] = field(default_factory=set)
     trainable: dict[str, bool] = field(default_factory=dict)
@@ -76,6 +78,7 @@ def load_model(
     seed: int = 0,
     trust_remote_code: bool = False,
     config: PreTrainedConfig | None = None,
+    packing: Packing | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model, in evaluation mode.
 
@@ -92,6 +95,7 @@ def load_model(
         seed: of random weights.
         trust_remote_code: run Python code that the repository brings along.
         config: used instead of the model's own (which is otherwise loaded here).
+        packing: which weights are quantised as they are read; `prepare` may fill in their names.
 
     Returns:
         the model, tied weights aliased, nothing left on meta.
@@ -116,7 +120,7 @@ def load_model(
         weights: dict[str, Any] = {}
         if not scratch and not source.gguf_file:
             weights = stack.enter_context(open_weights(fetch(source, weights=True)))
-        loading = _Loading(weights, torch.device(device), prepare, seed, scratch)
+        loading = _Loading(weights, torch.device(device), prepare, seed, scratch, packing)
         arguments: dict[str, Any] = {
             "config": _config_of(base, own),
             "dtype": wanted,
@@ -145,6 +149,8 @@ def load_model(
                 raise ModelError(what, where="train.attention", remedy="leave it out, or take sdpa or eager") from error
             raise explain(source, error, "the model") from error
     _take_off(model, hooked, base)
+    if packing is not None:
+        packing.finish(model)
     _finish(model, source, loading)
     follow_documents(model)
     return model
@@ -237,7 +243,10 @@ def _hooked(base: type[PreTrainedModel], loading: _Loading) -> type[PreTrainedMo
 
     def load(model: PreTrainedModel, state_dict: Any, files: Any, load_config: Any, *rest: Any) -> Any:
         state_dict = _of_this_part(model, state_dict, loading.own_keys, load_config.weight_mapping or [])
-        return base._load_pretrained_model(model, state_dict, files, placed(load_config), *rest)
+        placing = placed(load_config)
+        if loading.packing is not None and placing.hf_quantizer is None:  # of GGUF it is Transformers' own
+            placing = dataclasses.replace(placing, hf_quantizer=OnTheFly(model, loading.packing))
+        return base._load_pretrained_model(model, state_dict, files, placing, *rest)
 
     def finalize(model: PreTrainedModel, load_config: Any, info: Any) -> Any:
         loading.mismatched = set(info.mismatched_keys)

@@ -42,7 +42,10 @@ class Transform(Protocol):
         """
 
     def __call__(self, name: str, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Make a weight of its sources' whole values, in the shape and dtype of the first."""
+        """Make a weight of its sources' whole values, in the dtype of the first."""
+
+    def shape(self, name: str, own: torch.Size) -> torch.Size:
+        """The shape that a weight will have, whose own in the model is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +194,12 @@ class _Outline:
             raise failure
         return found
 
+    def _shape(self, name: str) -> torch.Size:
+        own = self.held[name].shape
+        return own if self.transform is None else self.transform.shape(name, own)
+
     def _part(self, names: tuple[str, ...]) -> _Part:
-        empty = {name: torch.empty(self.held[name].shape, dtype=self.dtype(name), device="meta") for name in names}
+        empty = {name: torch.empty(self._shape(name), dtype=self.dtype(name), device="meta") for name in names}
         entries = [Entry.of(name, value) for name, value in revert_weight_conversion(self.model, empty).items()]
         return _Part(names, tuple(entries))
 

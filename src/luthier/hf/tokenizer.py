@@ -132,8 +132,9 @@ def render_text(
     messages: Sequence[Message],
     tools: Sequence[Any] | None = None,
     add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
 ) -> str:
-    """The text that the chat template makes of a conversation.
+    """The text that the chat template makes of a conversation, without the end of its last turn if that is to go on.
 
     Raises:
         ModelError: there is no template, or it refuses the conversation; its own words are in the message.
@@ -144,6 +145,7 @@ def render_text(
             [dict(message) for message in messages],
             tools=list(tools) if tools else None,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tokenize=False,
         )
     except Exception as error:  # a template raises what it likes

@@ -173,16 +173,18 @@ def carry_template(path: str, where: str, draft: Draft) -> None:
 
 def _adapter(lora: LoraConfig, draft: Draft) -> dict[str, Any]:
     at = f"{AT}.peft_config"
-    if lora.quantize_base:
-        draft.refuse(f"{at}.quantize_base", "is not offered yet", "leave it out: the base then stays in dtype")
-    if lora.use_dora:
-        draft.refuse(f"{at}.use_dora", "is not offered yet", "leave it out: plain LoRA is")
     target = _targets(lora, draft)
     adapter: dict[str, Any] = {"kind": "lora", "target": target}
     for name in ("rank", "alpha", "dropout"):
         if (value := getattr(lora, f"lora_{name}")) is not None:
             adapter[name] = value
             draft.origins[f"adapter.{name}"] = f"{at}.lora_{name}"
+    if lora.use_dora is not None:
+        adapter["dora"] = lora.use_dora
+        draft.origins["adapter.dora"] = f"{at}.use_dora"
+    if lora.quantize_base:
+        adapter["quantize"] = "nf4"
+        draft.origins["adapter.quantize"] = f"{at}.quantize_base"
     return adapter
 
 

@@ -11,7 +11,7 @@ import math
 from itertools import pairwise
 from typing import assert_never
 
-from luthier.config.sections import (
+from luthier.config.schedules import (
     ConstantSchedule,
     CosineSchedule,
     LinearSchedule,

@@ -42,6 +42,7 @@ def shard(
     expert_mesh: DeviceMesh | None = None,
     joined: Mapping[nn.Parameter, Collection[int]] | None = None,
     stacked: Mapping[nn.Parameter, Collection[int]] | None = None,
+    packed: Collection[nn.Parameter] = (),
 ) -> None:
     """Shard a model, on meta or not, in place.
 
@@ -56,6 +57,7 @@ def shard(
         joined: weights that must not be cut along some dimensions; they are cut along another, or stay whole.
         stacked: weights of which every rank must hold something along some dimensions; where there is too little for
             all, as joined.
+        packed: weights that will be quantised. Where each rank holds all of its copy torch does not gather such.
     """
     offload: OffloadPolicy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     # Sums over ranks in fp32 whatever the weights are; float64 stays float64.
@@ -77,7 +79,7 @@ def shard(
         for parameter, dims in kept.items()
         if 0 in dims
     }
-    whole = {parameter for parameter, dim in elsewhere.items() if dim is None}
+    whole = {parameter for parameter, dim in elsewhere.items() if dim is None} | set(packed if shards == 1 else ())
     settings["ignored_params"] = _of_other_dtypes(model, dtype, dealt) | whole
     settings["shard_placement_fn"] = lambda parameter: (
         Shard(dim) if (dim := elsewhere.get(parameter)) is not None else None

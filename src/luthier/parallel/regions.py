@@ -90,6 +90,11 @@ def even(x: Tensor, ring: Ring, dim: int) -> Tensor:
     return _padded(x, dim, -(-x.shape[dim] // ring.size) * ring.size)
 
 
+def total(x: Tensor, ring: Ring) -> Tensor:
+    """The sum over ranks, without a gradient."""
+    return _sum(x.detach(), ring)
+
+
 def _sum(x: Tensor, ring: Ring) -> Tensor:
     return cast(Tensor, funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", ring.group)))
 

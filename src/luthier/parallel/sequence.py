@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from luthier.hf.linear import linear_shape
-from luthier.parallel.styles import PARTIAL
+from luthier.parallel.styles import ADAPTER_PARTS, PARTIAL
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ def _is_pure(name: str, block: nn.Module, styles: Mapping[str, str]) -> bool:
     kinds = set()
     for inner, module in block.named_modules(prefix=name):
         leaf, parent = inner.rpartition(".")[2], inner.rpartition(".")[0]
-        if leaf in ("lora_A", "lora_B") and parent in styles:
+        if leaf in ADAPTER_PARTS and parent in styles:
             continue
         style = styles.get(inner)
         for key, _ in module.named_parameters(recurse=False):

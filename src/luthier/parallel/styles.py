@@ -76,12 +76,16 @@ def lie(style: str | None, name: str, parameter: Tensor, transposed: bool = Fals
     return Lie(Replicate(), partial=style in PARTIAL)
 
 
+ADAPTER_PARTS = frozenset({"lora_A", "lora_B", "lora_magnitude_vector"})
+"""Names of what an adapter adds to its module."""
+
+
 def lie_of_adapter(style: str | None, matrix: str) -> Lie:
-    """How A and B beside a module of this style lie: the cut one as the base, its partner replicated."""
+    """How A, B and lengths beside a module of this style lie: the cut ones as the base, the others replicated."""
     if style in COLWISE:
         strided = style == "packed_colwise"
         up: Placement = _StridedShard(0, split_factor=2) if strided else Shard(0)
-        return Lie(up) if matrix == "lora_B" else Lie(Replicate(), partial=True)
+        return Lie(up) if matrix != "lora_A" else Lie(Replicate(), partial=True)
     if style in ROWWISE:
         return Lie(Shard(1)) if matrix == "lora_A" else Lie(Replicate(), partial=True)
     return Lie(Replicate())

@@ -19,16 +19,28 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from luthier.hf.anatomy import describe
 from luthier.hf.joined import joined_dims
 from luthier.hf.linear import linear_shape
 from luthier.hf.plans import TensorPlan, tensor_plan
 from luthier.losses.vocabulary_parallel import VocabularyShard
-from luthier.parallel.regions import Ring, cut, even, gather, gather_partial
+from luthier.parallel.regions import Ring, cut, even, gather, gather_partial, total
 from luthier.parallel.sequence import Slices, sequence_plan
-from luthier.parallel.styles import CHANGES_HANDS, COLWISE, POSITIONS, Lie, Shared, Style, is_known, lie, lie_of_adapter
+from luthier.parallel.styles import (
+    ADAPTER_PARTS,
+    CHANGES_HANDS,
+    COLWISE,
+    POSITIONS,
+    ROWWISE,
+    Lie,
+    Shared,
+    Style,
+    is_known,
+    lie,
+    lie_of_adapter,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +92,9 @@ def shard(
                 made[id(parameter)] = nn.Parameter(own, requires_grad=parameter.requires_grad)
             module._parameters[key] = made[id(parameter)]
             hands.parts.append((module, key, how))
+        parent, _, leaf = name.rpartition(".")
+        if leaf == "lora_magnitude_vector" and styles.get(parent) in ROWWISE:
+            cast(Any, module).total = functools.partial(total, ring=ring)  # each rank knows a part of every row
     head, layers = describe(model).head, set(describe(model).layers)
     for name, style in styles.items():
         if (module := modules.get(name)) is not None and style in CHANGES_HANDS:
@@ -104,6 +119,7 @@ def shard(
                 module.forward = types.MethodType(_forward, module)
     if head is not None and styles.get(head) == "colwise":
         outputs = model.get_output_embeddings().out_features
+        model.get_output_embeddings().vocabulary_start = ring.span(outputs)[0]
         model.vocabulary_shard = VocabularyShard(ring.group, ring.span(outputs)[0], outputs)
 
 
@@ -182,8 +198,16 @@ def _owners(model: Any) -> list[str]:
 
 def _lie(modules: dict[str, nn.Module], styles: dict[str, str], name: str, key: str, parameter: Tensor) -> Lie:
     parent, _, leaf = name.rpartition(".")
-    if leaf in ("lora_A", "lora_B") and parent in modules:
+    if leaf in ADAPTER_PARTS and parent in modules:
         return lie_of_adapter(styles.get(parent), leaf)
+    if leaf == "token_adapter":  # rows of single tokens: the table's are used alike by all, a cut head's each in part
+        return Lie(Replicate(), partial=styles.get(parent) in COLWISE)
+    if leaf == "virtual_tokens":
+        return Lie(Replicate())
+    if leaf == "attention_prefix":  # by heads, as what makes keys and values
+        return Lie(Shard(0))
+    if leaf == "adaption":  # the gate is used by each rank for its own heads
+        return Lie(Replicate(), partial=key == "gate")
     style = styles.get(f"{name}.{key}", styles.get(name))
     shape = linear_shape(modules[name])
     how = lie(style, key, parameter, transposed=shape is not None and shape.transposed)

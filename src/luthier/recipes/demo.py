@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from luthier.adapters import merge
 from luthier.config import DataConfig, GenerationConfig, LoraConfig, RunConfig, SourceConfig, TrainConfig
-from luthier.config.sections import AdamWConfig, CosineSchedule
+from luthier.config.schedules import CosineSchedule
+from luthier.config.sections import AdamWConfig
 from luthier.errors import ModelError
 from luthier.hf.tokenizer import render
 from luthier.recipes.export import export_state

@@ -29,7 +29,7 @@ def generate(config: RunConfig, prompts: Sequence[str], *, adapter: Path | None 
         `answers`: a list of prompt, text and how many tokens it has.
     """
     device = prepare_process(config)
-    tokenizer = tokenizer_of(config)
+    tokenizer = tokenizer_of(config, adapter)
     model = inference_network(config, device, adapter).model
     found = answers(model, tokenizer, prompts, config.generation, seed=config.seed)
     told = [
@@ -92,7 +92,7 @@ def open_chat(config: RunConfig, *, adapter: Path | None = None) -> Callable[[Se
         reply(messages) -> pieces of the answer as they are made.
     """
     device = prepare_process(config)
-    tokenizer = tokenizer_of(config)
+    tokenizer = tokenizer_of(config, adapter)
     model = inference_network(config, device, adapter).model
     stops = stops_of(model, tokenizer)
     engine = SamplingEngine(model, slots=1, stop_token_ids=stops)

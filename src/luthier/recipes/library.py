@@ -10,8 +10,9 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from luthier.adapters import Merging, save_peft
+from luthier.adapters.rows import add_tokens
 from luthier.batch import Batch, Sample
-from luthier.config import DataConfig, GenerationConfig, LoraConfig, OptimizerConfig, SourceConfig
+from luthier.config import AdapterConfig, DataConfig, GenerationConfig, LoraConfig, OptimizerConfig, SourceConfig
 from luthier.config.sections import AdamWConfig
 from luthier.config.suggest import nearest
 from luthier.data.loader import Rows, build_rows
@@ -35,7 +36,7 @@ from luthier.recipes.generate import answer, stops_of
 def load(
     model: str,
     *,
-    adapter: LoraConfig | None = None,
+    adapter: AdapterConfig | None = None,
     optimizer: OptimizerConfig | None = None,
     precision: Precision | None = None,
     device: str | None = None,
@@ -61,9 +62,12 @@ def load(
         UserError: the model cannot be found or used, or an adapter's target adapts nothing.
     """
     source = resolve(model)
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    named = adapter.new_tokens if isinstance(adapter, LoraConfig) else []
     state = build_state(
         source,
         adapter=adapter,
+        tokens=add_tokens(tokenizer, named) if named else None,
         optimizer=optimizer or AdamWConfig(),
         precision=precision,
         device=choose_device(device),
@@ -72,8 +76,8 @@ def load(
         seed=seed,
         activation_checkpointing=activation_checkpointing,
     )
-    state.tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-    open_eyes(source, state.tokenizer, trust_remote_code=trust_remote_code)
+    open_eyes(source, tokenizer, trust_remote_code=trust_remote_code)
+    state.tokenizer = tokenizer
     return state
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from luthier.config import RunConfig
 from luthier.data.loader import StepBatch
+from luthier.errors import ConfigError
 from luthier.recipes.run import Resume, Run
 
 
@@ -27,6 +28,28 @@ def recipe_of(config: RunConfig) -> Recipe:
             from luthier.recipes import sft
 
             return sft
+        case "dpo":
+            from luthier.recipes import dpo
+
+            return dpo
+        case "orpo":
+            from luthier.recipes import orpo
+
+            return orpo
+        case "simpo":
+            from luthier.recipes import simpo
+
+            return simpo
+        case "kto":
+            from luthier.recipes import kto
+
+            return kto
+        case "grpo":
+            from luthier.recipes import grpo
+
+            return grpo
+        case name:
+            raise ConfigError(f"{name} cannot train yet", where="method")
 
 
 def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:

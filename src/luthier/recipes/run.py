@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from luthier.config import RunConfig
-from luthier.data.loader import Loader, LoaderState, Rows, StreamRows
+from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, StreamRows
 from luthier.engine import randomness
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, random_states, read_record, reading
+from luthier.engine.initial import Initial
 from luthier.engine.state import TrainState
 from luthier.errors import CheckpointError, ConfigError, UserError
 from luthier.hf.save import remove_leftovers
@@ -69,6 +71,15 @@ class Run:
     random_states: dict[str, Any] | None = None
     """Of the checkpoint that the run goes on from."""
     course: Course = field(default_factory=Course)
+    initial: Initial | None = None
+    """What trains as it was before the first step, where every step asks it (`reference: base`)."""
+    reference: np.ndarray | None = None
+    """Of training rows, the reference's log-probabilities of their answers; a recipe finds them when it needs them."""
+    held_out_reference: np.ndarray | None = None
+    taken: StepBatch | None = None
+    """What the newest step was taken with."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What a recipe has made ready for all its steps, by name."""
 
     @property
     def data(self) -> dict[str, Any]:
@@ -147,9 +158,9 @@ def open_run(
         logger.info("%d ranks: %s", mesh.layout.ranks, mesh.layout)
     data = config.data
     positions = state.limits.positions if state.limits is not None else None
-    if positions is not None and isinstance(rows, Rows) and int(rows.lengths.max()) > positions:
+    if positions is not None and isinstance(rows, Rows) and rows.longest_document > positions:
         raise ConfigError(
-            f"there are rows of {int(rows.lengths.max()):,} tokens, and the model has {positions:,} positions",
+            f"there are rows of {rows.longest_document:,} tokens, and the model has {positions:,} positions",
             where="data.sequence_length",
             remedy=f"set it to {positions} or less",
         )
@@ -176,6 +187,7 @@ def open_run(
         rows=rows,
         interruption=interruption,
         total=loader.steps_total(),
+        initial=Initial(state) if getattr(config.method, "reference", None) == "base" else None,
     )
     if state.is_main:
         run.checkpoints.tidy()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from luthier.adapters import adapter_of_files
+from luthier.adapters.learned_files import kind_of_files
+from luthier.adapters.peft_config import read_peft_config
+from luthier.adapters.rows import NewTokens, add_tokens, merge_rows
 from luthier.batch import Batch
 from luthier.config import LoraConfig, RunConfig
 from luthier.data.loader import Rows, StreamRows, build_rows, iterate_once
@@ -19,6 +23,7 @@ from luthier.engine.network import Network
 from luthier.engine.pictures import picture_fault
 from luthier.engine.randomness import seed_everything
 from luthier.engine.state import TrainState
+from luthier.errors import ModelError
 from luthier.hf.processor import open_eyes
 from luthier.hf.source import ModelSource, resolve
 from luthier.hf.tokenizer import load_tokenizer
@@ -40,13 +45,27 @@ def model_source(config: RunConfig) -> ModelSource:
     return resolve(config.model, revision=config.revision)
 
 
-def tokenizer_of(config: RunConfig) -> Any:
-    """The tokenizer of a run, with the chat template that its config names."""
+def tokenizer_of(config: RunConfig, adapter: Path | None = None) -> Any:
+    """The tokenizer of a run, with the chat template and the new tokens that its config names.
+
+    Args:
+        config: of the run.
+        adapter: a directory of PEFT files; if these have rows of single tokens, their tokenizer knows which.
+    """
+    if config.tokenizer is None and adapter is not None and (adapter / "tokenizer_config.json").is_file():
+        with suppress(ModelError):  # whoever reads the weights says what is wrong with these files
+            if kind_of_files(adapter) == "lora" and read_peft_config(adapter).tokens:
+                config = config.model_copy(update={"tokenizer": str(adapter)})
+    return _tokenizers(config)[0]
+
+
+def _tokenizers(config: RunConfig) -> tuple[Any, NewTokens | None]:
     source, trust = model_source(config), config.trust_remote_code
     template = config.data.chat_template
     tokenizer = load_tokenizer(source, tokenizer=config.tokenizer, chat_template=template, trust_remote_code=trust)
     open_eyes(source, tokenizer, trust_remote_code=trust)
-    return tokenizer
+    named = config.adapter.new_tokens if isinstance(config.adapter, LoraConfig) else []
+    return tokenizer, add_tokens(tokenizer, named) if named else None
 
 
 def rows_of(config: RunConfig, tokenizer: Any) -> tuple[Rows | StreamRows, Rows | None]:
@@ -106,6 +125,7 @@ def state_of(config: RunConfig, device: torch.device, mesh: Mesh | None = None) 
         from_scratch=config.from_scratch,
         trust_remote_code=config.trust_remote_code,
         seed=config.seed,
+        tokens=_tokenizers(config)[1] if isinstance(config.adapter, LoraConfig) and config.adapter.new_tokens else None,
         activation_checkpointing=config.train.activation_checkpointing,
         compile_layers=config.train.compile,
         mesh=mesh,
@@ -120,7 +140,7 @@ def inference_network(
     """A config's model without what its training would add, or with the adapters of a directory of PEFT files."""
     network = build_network(
         model_source(config),
-        adapter=LoraConfig(start_from=str(adapter)) if adapter is not None else None,
+        adapter=adapter_of_files(adapter) if adapter is not None else None,
         precision=config.train.precision,
         device=device,
         attention=config.train.attention,
@@ -130,6 +150,8 @@ def inference_network(
         mesh=mesh,
         parallel=config.parallel,
     )
+    if mesh is None:
+        merge_rows(network.model)  # nothing trains, so the table may grow
     network.model.eval()
     return network
 
@@ -156,11 +178,13 @@ def unpackable(network: Network, rows: Rows | StreamRows) -> str:
 def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:
     """What a checkpoint must have been taken of for this run to go on with it; the loader checks data and batch."""
     adapter = config.adapter.model_dump(mode="json") if config.adapter is not None else {}
+    kind = config.adapter.kind if config.adapter is not None else "none"
     group = dist.group.WORLD if state.mesh is not None else None
     return {
         "model": model_digest(state.model, group),  # not its name: directories are moved
-        "adapter": "LoRA" if config.adapter is not None else "none",
+        "adapter": {"none": "none", "lora": "LoRA"}.get(kind, kind),
         **{f"adapter.{key}": value for key, value in adapter.items()},
+        "method": config.method.name,
         "optimizer.name": config.optimizer.name,
         "train.precision": str(state.outline.dtype).removeprefix("torch."),
         "seed": config.seed,

@@ -33,7 +33,8 @@ def show(
     result: dict[str, Any] = {
         "rows": [
             {"origin": sample.origin, "tokens": len(sample) + 1, "trained_tokens": int((sample.weights != 0).sum())}
-            | {"pieces": tokens_of(sample, tokenizer)}
+            | {"pieces": [piece for document in sample.documents for piece in tokens_of(document, tokenizer)]}
+            | ({"parts": list(sample.parts), "meta": dict(sample.meta)} if sample.parts or sample.meta else {})
             for sample in samples
         ],
         "report": found.report.to_dict(),

@@ -15,7 +15,7 @@ import torch
 from luthier.config import RunConfig
 from luthier.data.state import StepBatch
 from luthier.report.flops import count_flops
-from luthier.report.metrics import METRICS
+from luthier.report.metrics import known
 from luthier.report.progress import TERMINAL, amount, duration
 from luthier.report.sinks import JsonlSink, Sink, open_tracker
 from luthier.report.throughput import peak_flops, peak_memory
@@ -24,6 +24,9 @@ from luthier.report.throughput import peak_flops, peak_memory
 _PLAIN_SECONDS = 10.0
 # How much of an older pace counts for the time left.
 _PACE_MEMORY = 0.9
+
+_TOLD = ("perplexity", "reward_margin", "reward_accuracy")
+"""What is said of a measurement beside its loss."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +62,7 @@ class Measurement(Protocol):
     @property
     def loss(self) -> float: ...
     @property
-    def perplexity(self) -> float: ...
-    @property
-    def trained_tokens(self) -> int: ...
+    def metrics(self) -> Mapping[str, float]: ...
 
 
 class Reporter:
@@ -142,7 +143,7 @@ class Reporter:
         }
         if self._compiles:
             row["compiled_graphs"] = self._compiled(counters.step)
-        assert row.keys() <= METRICS.keys(), f"not in the table of metrics: {row.keys() - METRICS.keys()}"
+        assert all(known(name) for name in row), f"not in the table of metrics: {[n for n in row if not known(n)]}"
         edge = counters.step in (self._first, self._total)
         if edge or counters.step % self._every == 0:
             self._write(counters.step, row)
@@ -165,13 +166,11 @@ class Reporter:
 
     def validation(self, step: int, result: Measurement) -> None:
         """After a measurement of the validation loss; the time it took is not the next step's."""
-        row = {
-            "validation_loss": result.loss,
-            "validation_perplexity": result.perplexity,
-            "validation_tokens": result.trained_tokens,
-        }
+        row = {f"validation_{name}": value for name, value in result.metrics.items()}
+        assert all(known(name) for name in row), f"not in the table of metrics: {[n for n in row if not known(n)]}"
         self._write(step, row)
-        logger.info("step %d: validation loss %.4f, perplexity %.3f", step, result.loss, result.perplexity)
+        others = [f"{name.replace('_', ' ')} {value:.3f}" for name, value in result.metrics.items() if name in _TOLD]
+        logger.info("%s", ", ".join([f"step {step}: validation loss {result.loss:.4f}", *others]))
         self._begin = time.perf_counter()
 
     def _write(self, step: int, row: Mapping[str, float]) -> None:

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from luthier.adapters.dora import layer_factor, rescaled
 from luthier.adapters.layer import AdapterMatrix, LoraLayer
 from luthier.errors import first_line
 
@@ -140,9 +141,18 @@ def _forward_of(layer: nn.Module, copies: Copies) -> Forward:
     if not isinstance(layer, LoraLayer):
         return product
 
+    kept: dict[tuple[tuple[int, int], ...], Tensor] = {}
+
     def adapted(x: Tensor) -> Tensor:
         y = product(x)
         z = layer.lora_A(x.to(layer.lora_A.weight.dtype))  # modules of their own, packed as well
-        return cast(Tensor, (y + layer.lora_B(z) * layer.lora_spec.scale).to(y.dtype))
+        y = cast(Tensor, (y + layer.lora_B(z) * layer.lora_spec.scale).to(y.dtype))
+        if not layer.lora_spec.dora:
+            return y
+        stamp = stamp_of(*layer.parameters())
+        if stamp not in kept:
+            kept.clear()
+            kept[stamp] = layer_factor(layer).detach()
+        return rescaled(layer, y, kept[stamp])
 
     return adapted

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from luthier.adapters import LoraLayer, is_adapter_weight
+from luthier.adapters import LoraLayer, is_adapter_weight, layer_factor
+from luthier.adapters.rows import RowsHead
 from luthier.hf.lean import READING
 from luthier.hf.slots import padded
 from luthier.sampling.packed import Copies, Copy, Forward, can_pack, laid_out, packable, stamp_of
@@ -47,7 +48,7 @@ class Adapter:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
-        self._weights = [matrix.weight for one in self.layers.values() for matrix in (one.lora_A, one.lora_B)]
+        self._weights = [p for one in self.layers.values() for name, p in one.named_parameters() if "lora_" in name]
         self._stamp: tuple[tuple[int, int], ...] = ()
         self.number = next(_NUMBERS)
         self.finite = True
@@ -83,6 +84,24 @@ class _Low:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    """What DoRA makes of one group's outputs: y g + shift, a row of each for every adapter, then one for none.
+
+    Attributes:
+        by: g, [adapters + 1, outputs].
+        shift: [adapters + 1, outputs].
+    """
+
+    by: Tensor
+    shift: Tensor
+
+    def __call__(self, y: Tensor, owners: Tensor) -> Tensor:
+        """y [..., outputs], rows of texts with these adapters: int64 [rows], -1 for none, or one for all."""
+        rows = y.reshape(-1, y.shape[-1]).to(self.by.dtype)
+        return torch.addcmul(self.shift[owners], rows, self.by[owners]).to(y.dtype).view(y.shape)
+
+
 class JoinedProducts:
     """`hf.lean.Products`, packed where it can be done, with adapters beside them.
 
@@ -105,11 +124,11 @@ class JoinedProducts:
         self._packed: list[Copy | None] = [None] * len(self._groups)
         self._ready: dict[bool, list[Forward]] = {}
         self._bases: list[Forward] = []
-        self._sets: dict[tuple[Adapter, ...], list[list[_Low]]] = {}
+        self._sets: dict[tuple[Adapter, ...], list[tuple[list[_Low], _Grown | None]]] = {}
         self._agree: dict[Any, bool] = {}
         self._present: list[Adapter] = []
         self._owners: list[Adapter | None] = []
-        self._lows: list[list[_Low]] = []
+        self._beside_groups: list[tuple[list[_Low], _Grown | None]] = []
         self._numbers: Tensor | None = None
         self._masks: dict[Columns, Tensor] = {}
 
@@ -137,7 +156,7 @@ class JoinedProducts:
         self._bases = self._ready[packed]
         self._owners = list(owners)
         self._present = sorted({owner for owner in owners if owner is not None}, key=lambda owner: owner.number)
-        self._lows = self._side_by_side() if self._present else [[] for _ in self._groups]
+        self._beside_groups = self._side_by_side() if self._present else [([], None)] * len(self._groups)
         self._text = text
         self.rows(0, len(owners))
         overridden = _is_linear(self._head)
@@ -159,7 +178,8 @@ class JoinedProducts:
     def __call__(self, group: int, x: Tensor) -> Tensor:
         """x [..., inputs] -> [..., outputs of the group's layers, one after the other]."""
         y = self._bases[group](x)
-        for low in self._lows[group]:
+        lows, grown = self._beside_groups[group]
+        for low in lows:
             flat = x.reshape(-1, x.shape[-1]).to(low.dtype)
             count = len(flat)
             if self._text:
@@ -167,6 +187,9 @@ class JoinedProducts:
             else:
                 z = low.down(padded(flat, self._most)).mul_(self._mask(low))
             y = (y + low.up(z)[:count].view(y.shape)).to(y.dtype)
+        if grown is not None:
+            assert self._numbers is not None
+            y = grown(y, self._numbers[:1] if self._text else self._numbers[: y.numel() // y.shape[-1]])
         return y
 
     def forget(self, adapter: Adapter) -> None:
@@ -175,12 +198,12 @@ class JoinedProducts:
 
     def changed(self) -> None:
         """Copy weights of the model again if they are others than those that were copied."""
-        self._ready = {}
+        self._ready, self._sets = {}, {}  # DoRA's lengths are measured by the base's
 
     def give_up(self) -> None:
         """Free the copies."""
         self._packed = [None] * len(self._groups)
-        self._ready, self._bases, self._sets, self._lows = {}, [], {}, []
+        self._ready, self._bases, self._sets, self._beside_groups = {}, [], {}, []
 
     def _mask(self, low: _Low) -> Tensor:
         """[most, ranks]: the scale where a rank is of the row's adapter, else 0."""
@@ -209,14 +232,30 @@ class JoinedProducts:
         bias = torch.cat(cast("list[Tensor]", biases))
         return lambda x: copied.product(x, bias)
 
-    def _side_by_side(self) -> list[list[_Low]]:
-        """For each group the products of the adapters that are present."""
+    def _side_by_side(self) -> list[tuple[list[_Low], _Grown | None]]:
+        """For each group the products of the adapters that are present, and what DoRA makes of the sum."""
         key = tuple(self._present)
         if key not in self._sets:
             if len(self._sets) >= _KEPT:
                 self._sets.clear()
-            self._sets[key] = [self._beside(number) for number in range(len(self._groups))]
+            self._sets[key] = [(self._beside(n), self._grown(n)) for n in range(len(self._groups))]
         return self._sets[key]
+
+    def _grown(self, group: int) -> _Grown | None:
+        found = [[adapter.layers.get(name) for name in self._names[group]] for adapter in self._present]
+        dora = [layer for row in found for layer in row if layer is not None and layer.lora_spec.dora]
+        if not dora:
+            return None
+        sizes = [cast(Tensor, layer.weight).shape[0] for layer in self._groups[group]]
+        whole = dora[0].lora_magnitude_vector.weight.new_ones(len(found) + 1, sum(sizes))
+        by, shift = list(whole.split(sizes, 1)), list(torch.zeros_like(whole).split(sizes, 1))
+        for number, row in enumerate(found):
+            for place, layer in enumerate(row):
+                if layer is not None and layer.lora_spec.dora:
+                    by[place][number] = layer_factor(layer).detach()
+                    if layer.bias is not None:
+                        shift[place][number] = (1 - by[place][number]) * layer.bias.detach()
+        return _Grown(torch.cat(by, 1), torch.cat(shift, 1))
 
     def _beside(self, group: int) -> list[_Low]:
         downs, ups, columns = [], [], []
@@ -300,7 +339,7 @@ def _base_forward(layer: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _is_linear(module: Any) -> bool:
-    return isinstance(module, nn.Linear)
+    return isinstance(module, nn.Linear) and not isinstance(module, RowsHead)  # which computes more than a product
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -111,6 +111,16 @@ class Conversations:
         self.stop_ids |= masked.stops
         return Sample.from_ids(masked.ids, masked.weights) if len(masked.ids) > 1 else None
 
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> list[int]:
+        """The ids of a conversation up to where the next answer begins, the header of the answer's turn included.
+
+        Raises:
+            BadRow: it cannot be rendered, or tools would be lost.
+        """
+        shown = self._renderable(messages, tools)
+        self._refuse_lost_tools(shown, tools)
+        return self._masker.prompt_ids(shown, tools)
+
     def _renderable(
         self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None
     ) -> Sequence[Mapping[str, Any]]:

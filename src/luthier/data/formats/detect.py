@@ -7,12 +7,15 @@ import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from luthier.config.kinds import Kind
 from luthier.config.sections import SourceConfig
 from luthier.data.formats.base import Format
 from luthier.data.formats.chat import MESSAGE_COLUMNS, ChatFormat
 from luthier.data.formats.instruct import ALIASES, PAIRS, InstructFormat
+from luthier.data.formats.preference import LISTS, PROMPTS, PreferenceFormat, RankedFormat
 from luthier.data.formats.random import RandomFormat
 from luthier.data.formats.text import TextFormat
+from luthier.data.formats.unpaired import PromptFormat, UnpairedFormat
 from luthier.errors import ConfigError, DataError, UserError
 from luthier.hf.render import Tokenizer
 
@@ -21,21 +24,57 @@ FORMATS: dict[str, Callable[[Tokenizer, SourceConfig], Format]] = {
     "instruct": InstructFormat,
     "chat": ChatFormat,
     "random": RandomFormat,
+    "preference": PreferenceFormat,
+    "ranked": RankedFormat,
+    "unpaired": UnpairedFormat,
+    "prompt": PromptFormat,
 }
-_OPTIONS = {"text": ("rows",), "instruct": ("rows", "template"), "chat": ("rows",)}
+_OPTIONS = {
+    "text": ("rows",),
+    "instruct": ("rows", "template"),
+    "chat": ("rows",),
+    "preference": ("rows", "template"),
+    "ranked": ("rows", "template", "pairs"),
+    "unpaired": ("rows", "template"),
+    "prompt": ("rows", "template"),
+}
 """Options of the formats that do not look after their own; `rows` says what a row of a text file is."""
 _WORKS = (
     "text (a column text), chat (messages or conversations), instruct (instruction and output, or prompt and "
     "completion), or name the columns with data.*.column or data.*.columns"
 )
+_WORKS_FOR: dict[Kind, str] = {
+    "pairs": "preference (chosen and rejected), ranked (prompt, completions and scores)",
+    "labelled": "unpaired (prompt, completion and label, or chosen and rejected)",
+    "prompts": "prompt (a column prompt or messages)",
+}
+_METHODS: dict[Kind, str] = {
+    "documents": "sft",
+    "pairs": "dpo, orpo or simpo",
+    "labelled": "kto",
+    "prompts": "grpo",
+}
 
 
-def detect(columns: Collection[str], source: SourceConfig) -> str:
+def kind_of_format(made: Format) -> Kind:
+    """What the rows of a format are."""
+    found: Kind = getattr(made, "kind", "documents")
+    return found
+
+
+def detect(columns: Collection[str], source: SourceConfig, kind: Kind = "documents") -> str:
     """The name of the format that these columns have.
+
+    Args:
+        columns: of the first rows.
+        source: the source.
+        kind: what the rows have to be.
 
     Raises:
         DataError: none fits, or more than one does; names the columns.
     """
+    if kind != "documents":
+        return _detect_answers(columns, source, kind)
     if source.columns:
         return "instruct"
     seen = ", ".join(sorted(columns)) or "none"
@@ -57,18 +96,39 @@ def detect(columns: Collection[str], source: SourceConfig) -> str:
     if found:
         remedy = "say which with data.*.format"
         raise DataError(f"the columns ({seen}) fit formats {' and '.join(found)}", where=source.path, remedy=remedy)
-    raise DataError(f"no format fits the columns ({seen})", where=source.path, remedy=f"these do: {_WORKS}")
+    works = f"these do: {_WORKS}"
+    if {"chosen", "rejected"} <= set(columns):
+        works = "pairs of answers train by method: dpo (or orpo, simpo, kto)"
+    raise DataError(f"no format fits the columns ({seen})", where=source.path, remedy=works)
 
 
-def make_format(name: str, tokenizer: Tokenizer, source: SourceConfig) -> Format:
-    """The format of a name: one of `FORMATS`, or package.module:Class.
+def _detect_answers(columns: Collection[str], source: SourceConfig, kind: Kind) -> str:
+    """The same for rows that are no documents: the kind leaves little to tell."""
+    has = {source.columns.get(name, name) for name in ("chosen", "rejected")} <= set(columns)
+    match kind:
+        case "pairs" if has:
+            return "preference"
+        case "pairs" if source.columns.get("completions", "") in columns or any(name in columns for name in LISTS):
+            return "ranked"
+        case "labelled" if has or source.columns.get("completion", "completion") in columns:
+            return "unpaired"
+        case "prompts" if source.columns or any(name in columns for name in (*PROMPTS, *MESSAGE_COLUMNS)):
+            return "prompt"
+    seen = ", ".join(sorted(columns)) or "none"
+    raise DataError(
+        f"no format for {kind} fits the columns ({seen})", where=source.path, remedy=f"these do: {_WORKS_FOR[kind]}"
+    )
+
+
+def make_format(name: str, tokenizer: Tokenizer, source: SourceConfig, kind: Kind = "documents") -> Format:
+    """The format of a name: one of `FORMATS`, or package.module:Class, whose rows are what the method needs.
 
     Raises:
         UserError: there is no such format, or it refuses the source.
     """
     if name in FORMATS:
         _refuse_unused(name, source)
-        return FORMATS[name](tokenizer, source)
+        return _of_kind(FORMATS[name](tokenizer, source), name, kind)
     module_name, colon, class_name = name.partition(":")
     if not colon:
         remedy = f"use {', '.join(FORMATS)}, or package.module:Class"
@@ -85,14 +145,25 @@ def make_format(name: str, tokenizer: Tokenizer, source: SourceConfig) -> Format
     except UserError:
         raise
     except Exception as error:
-        kind = type(error).__name__
-        raise ConfigError(f"format {name!r} cannot be made ({kind}: {error})", where="data.*.format") from error
-    return own
+        what = type(error).__name__
+        raise ConfigError(f"format {name!r} cannot be made ({what}: {error})", where="data.*.format") from error
+    return _of_kind(own, name, kind)
+
+
+def _of_kind(made: Format, name: str, kind: Kind) -> Format:
+    own = kind_of_format(made)
+    if own != kind:
+        raise ConfigError(
+            f"format {name} gives {own}, and the method of this run trains on {kind}",
+            where="method",
+            remedy=f"{own} are for {_METHODS[own]}",
+        )
+    return made
 
 
 def _refuse_unused(name: str, source: SourceConfig) -> None:
     """A setting that a format would not look at is a mistake of its user's, so it is not passed over."""
-    if source.columns and name != "instruct":
+    if source.columns and name in ("text", "chat", "random"):
         raise ConfigError(f"format {name} has no column map", where="data.*.columns", remedy="use data.*.column")
     if source.column is not None and name not in ("text", "chat"):
         raise ConfigError(f"format {name} has not one column", where="data.*.column", remedy="use data.*.columns")

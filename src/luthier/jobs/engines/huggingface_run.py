@@ -22,7 +22,8 @@ from luthier.jobs.progress import METRICS
 
 if TYPE_CHECKING:
     from luthier.config import RunConfig
-    from luthier.config.sections import OptimizerConfig, ScheduleConfig
+    from luthier.config.schedules import ScheduleConfig
+    from luthier.config.sections import OptimizerConfig
 
 CHECKPOINTS, EXPORT = "checkpoints", "export"
 LARGEST_BATCH = 8
@@ -89,13 +90,15 @@ def train(config: RunConfig) -> int:
         if config.evaluation.rows is not None:
             held_out = held_out.select(range(min(config.evaluation.rows, len(held_out))))
     adapter = None
-    if config.adapter is not None:
+    if config.adapter is not None and config.adapter.kind == "lora":  # others were refused
         alpha: Any = config.adapter.alpha or 2 * config.adapter.rank  # PEFT says int, and divides
         adapter = LoraConfig(
             r=config.adapter.rank,
             lora_alpha=alpha,
             lora_dropout=config.adapter.dropout,
             use_rslora=config.adapter.rslora,
+            use_dora=config.adapter.dora,
+            init_lora_weights=True if config.adapter.init == "default" else config.adapter.init,  # type: ignore[arg-type]
             target_modules=targets(config.adapter),
             modules_to_save=list(config.adapter.train_modules) or None,
             task_type="CAUSAL_LM",

@@ -1,0 +1,129 @@
+"""What a model answers to held-out rows, measured and side by side with another's: `luthier evaluate --metrics`.
+
+The question of a row is all that stands before what it trains on last, and that is the answer which is expected: so it
+is with every format, and a model is asked exactly as it was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from luthier.batch import Sample
+from luthier.config import GenerationConfig
+from luthier.data.loader import Rows
+from luthier.errors import DataError, UserError
+from luthier.recipes.answer_metrics import Metric
+from luthier.recipes.generate import stops_of
+from luthier.report.progress import stage
+from luthier.sampling.engine import SLOTS, SamplingEngine
+from luthier.sampling.request import SamplingRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A held-out row as a question.
+
+    Attributes:
+        ids: what the model reads.
+        prompt: the same as text, control tokens included.
+        expected: the row's own answer.
+        origin: file and line.
+    """
+
+    ids: tuple[int, ...]
+    prompt: str
+    expected: str
+    origin: str
+
+
+def questions_of(rows: Rows, tokenizer: Any) -> list[Question]:
+    """The rows that have a question, as questions.
+
+    Raises:
+        DataError: none has: rows of plain text are trained on from their first token.
+    """
+    found = []
+    for number in range(len(rows)):
+        sample = rows[number]
+        span = _last_trained(sample)
+        if span is None or span[0] == 0:
+            continue
+        start, stop = span
+        ids = tuple(int(token) for token in sample.tokens[: start + 1])
+        answer = [int(token) for token in sample.targets[start:stop]]
+        text = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
+        found.append(Question(ids, str(tokenizer.decode(ids)), text, sample.origin))
+    if not found:
+        raise DataError(
+            "no row has a question before what is trained on",
+            where="data.validation",
+            remedy="give rows with a prompt and an answer, and train_on_input: false",
+        )
+    return found
+
+
+def _last_trained(sample: Sample) -> tuple[int, int] | None:
+    """[first, one past the last) of the last run of positions that are trained on."""
+    trained = np.flatnonzero(sample.weights)
+    if not len(trained):
+        return None
+    breaks = np.flatnonzero(np.diff(trained) > 1)
+    first = trained[breaks[-1] + 1] if len(breaks) else trained[0]
+    return int(first), int(trained[-1]) + 1
+
+
+def answers_to(
+    model: Any, tokenizer: Any, questions: Sequence[Question], config: GenerationConfig, *, seed: int, title: str
+) -> list[str]:
+    """A model's answers, several at a time; question i is sampled by seed + i."""
+    stops = stops_of(model, tokenizer)
+    engine = SamplingEngine(model, slots=max(1, min(SLOTS, len(questions))), stop_token_ids=stops)
+    numbers = {}
+    for index, question in enumerate(questions):
+        request = SamplingRequest(
+            question.ids,
+            config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            seed=seed + index,
+        )
+        numbers[engine.submit(request)] = index
+    found = [""] * len(questions)
+    with stage(title) as told:
+        done = 0
+        while engine.busy:
+            for number in engine.step():
+                tokens = engine.result(number).tokens
+                kept = tokens[:-1] if tokens and tokens[-1] in stops else tokens
+                found[numbers[number]] = str(tokenizer.decode(kept, skip_special_tokens=True)).strip()
+                done += 1
+                told(done, len(questions))
+    return found
+
+
+def measured(
+    metrics: Mapping[str, Metric], questions: Sequence[Question], answers: Sequence[str]
+) -> dict[str, list[float]]:
+    """Metric -> a number for each answer.
+
+    Raises:
+        UserError: a metric of one's own fails; it and the row are named.
+    """
+    found: dict[str, list[float]] = {}
+    for name, metric in metrics.items():
+        values = []
+        for question, answer in zip(questions, answers, strict=True):
+            try:
+                values.append(metric(answer, question.expected))
+            except UserError:
+                raise
+            except Exception as error:  # of a function of the user's own
+                what = f"{name} fails at {question.origin}: {type(error).__name__}: {error}"
+                raise UserError(what, where="--metrics") from error
+        found[name] = values
+    return found

@@ -1,0 +1,280 @@
+"""Log-probabilities of whole answers: of rows that are measured, and of rows under a reference model.
+
+An answer's log-probability is the sum over its tokens, in float64, by the row's number and the answer's place in it,
+whatever packing, microbatches and ranks are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from luthier.batch import Batch, Sample
+from luthier.data.cache import cache_directory
+from luthier.data.loader import Rows, iterate_once
+from luthier.engine import randomness
+from luthier.engine.evaluate import logprobs_of
+from luthier.engine.identity import model_digest
+from luthier.engine.network import Network
+from luthier.hf.together import tell
+from luthier.losses.preference import document_sums
+from luthier.recipes.run import Run
+from luthier.recipes.setup import inference_network
+from luthier.report.progress import stage
+
+logger = logging.getLogger(__name__)
+
+WIDTH = 2
+"""Answers that a row has at most."""
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Some rows of many, under the numbers that they have among all."""
+
+    rows: Rows
+    numbers: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.rows.lengths[self.numbers]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.rows[int(self.numbers[index])]
+
+
+@torch.no_grad()
+def sums_of(
+    network: Network,
+    rows: Rows,
+    numbers: np.ndarray,
+    *,
+    sequence_length: int,
+    packing: bool,
+    progress: Callable[[int, int | None], None] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities of the answers of rows, and how many tokens each has; on a layout all ranks call it.
+
+    Args:
+        network: its model is put into evaluation mode meanwhile (no dropout), and back.
+        rows: all rows.
+        numbers: which of them.
+        sequence_length: as of the data section.
+        packing: whether several rows may share a batch.
+        progress: told how many rows are done.
+
+    Returns:
+        float64 [len(numbers), WIDTH] twice, the same on every rank; NaN where a row has no such answer.
+    """
+    model, mesh = network.model, network.mesh
+    was_training = model.training
+    model.eval()
+    places = {int(number): place for place, number in enumerate(numbers)}
+    found = np.zeros((3, len(numbers), WIDTH))  # sums, tokens, whether there is one
+    chosen = _Chosen(rows, numbers)
+    capacity = max(sequence_length, int(chosen.lengths.max(initial=0)))
+    rank, ranks = (mesh.data_rank, mesh.data_ranks) if mesh is not None else (0, 1)
+    remaining = iterate_once(cast(Rows, chosen), capacity, rank=rank, world_size=ranks, packing=packing)
+    together = 1 if network.pipeline is None else 4 * network.pipeline.ranks
+    done = 0
+    try:
+        while group := list(islice(remaining, together)):
+            for batch, logprobs in zip(group, logprobs_of(network, group), strict=True):
+                sums = document_sums(logprobs.cpu(), batch.weights[0], batch.cu_seqlens).numpy()
+                tokens = document_sums(torch.ones_like(batch.weights[0]), batch.weights[0], batch.cu_seqlens).numpy()
+                document = 0
+                for row in batch.rows:
+                    if row.number in places:
+                        here = slice(document, document + row.documents)
+                        place = places[row.number], slice(0, row.documents)
+                        found[0][place], found[1][place], found[2][place] = sums[here], tokens[here], 1.0
+                        done += 1
+                    document += row.documents
+            if progress is not None:
+                progress(min(done * ranks, len(numbers)), len(numbers))
+    finally:
+        model.train(was_training)
+    if mesh is not None:
+        found = mesh.sum(torch.from_numpy(found).to(network.device)).cpu().numpy()
+    there = found[2] > 0
+    return np.where(there, found[0], np.nan), np.where(there, found[1], np.nan)
+
+
+def references(run: Run, rows: Rows, numbers: np.ndarray) -> np.ndarray:
+    """Log-probabilities of the answers of rows under the run's reference, which are run once and kept by content.
+
+    Args:
+        run: on a layout all ranks call this together.
+        rows: training or validation rows.
+        numbers: which of them will be asked for.
+
+    Returns:
+        float64 [rows, WIDTH]; NaN for rows that nobody has asked for.
+    """
+    group = dist.group.WORLD if run.state.mesh is not None else None
+    with _reference_network(run) as (name, open_network):
+        file = cache_directory() / "reference" / f"{_key(run, rows, name)}.npy" if run.config.data.cache else None
+        known: np.ndarray = tell(_read(file, len(rows)) if run.state.is_main else None, group)
+        wanted = np.unique(numbers)
+        missing = wanted[np.isnan(known[wanted, 0])]
+        if len(missing):
+            network = open_network()
+            with stage("asking the reference") as told:
+                known[missing], _ = sums_of(
+                    network,
+                    rows,
+                    missing,
+                    sequence_length=run.config.data.sequence_length,
+                    packing=run.config.data.packing and not network.packing_fault,
+                    progress=told,
+                )
+            if file is not None and run.state.is_main:
+                _write(file, known)
+        logger.info("reference: %d rows run, %d from the cache", len(missing), len(wanted) - len(missing))
+    return known
+
+
+@contextmanager
+def _reference_network(run: Run) -> Iterator[tuple[str, Callable[[], Network]]]:
+    """The name of the reference, for the cache, and how to open it; nothing that is drawn on the way counts."""
+    config, state = run.config, run.state
+    drawn = randomness.capture()
+    asked = config.method.reference  # type: ignore[union-attr]
+    adapter = config.adapter
+    try:
+        if asked not in ("precomputed", "base"):
+            other = config.model_copy(update={"model": asked, "revision": None, "adapter": None, "from_scratch": False})
+            network = inference_network(other, state.device, None, state.mesh)
+            group = dist.group.WORLD if state.mesh is not None else None
+            yield model_digest(network.model, group), lambda: network
+            return
+        name = str(run.of["model"])
+        if adapter is not None and (adapter.kind != "lora" or adapter.start_from is not None):
+            name += json.dumps(adapter.model_dump(mode="json"), sort_keys=True) + _files(adapter.start_from)
+        if state.counters.step == 0:
+            yield name, lambda: state  # it has not been trained yet
+            return
+        begin = Path(adapter.start_from) if adapter is not None and adapter.start_from is not None else None
+        yield name, lambda: inference_network(config, state.device, begin, state.mesh)
+    finally:
+        randomness.restore(drawn)
+
+
+def _files(directory: str | None) -> str:
+    if directory is None:
+        return ""
+    mark = hashlib.sha256()
+    for file in sorted(Path(directory).glob("adapter_*")):
+        mark.update(file.read_bytes())
+    return mark.hexdigest()
+
+
+def _key(run: Run, rows: Rows, name: str) -> str:
+    decisive = [_VERSION, rows.fingerprint, name, str(run.state.head.dtype), str(run.state.outline.dtype)]
+    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:40]
+
+
+def _read(file: Path | None, rows: int) -> np.ndarray:
+    nothing = np.full((rows, WIDTH), np.nan)
+    if file is None:
+        return nothing
+    try:
+        kept = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return nothing
+    return kept if kept.shape == nothing.shape and kept.dtype == nothing.dtype else nothing
+
+
+def _write(file: Path, values: np.ndarray) -> None:
+    """Aside, then renamed. A cache that cannot be written costs time alone."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as aside:
+            np.save(aside, values, allow_pickle=False)
+        Path(aside.name).replace(file)
+    except OSError as error:
+        logger.warning("the reference's log-probabilities cannot be kept (%s)", error)
+
+
+def with_reference(run: Run, batches: Sequence[Batch]) -> list[Batch]:
+    """Microbatches with the reference's log-probability of each document among their `inputs`; all ranks call it."""
+    if run.initial is not None:
+        state = run.state
+        was_training = state.model.training
+        state.model.eval()
+        with run.initial.restored(state):
+            logprobs = logprobs_of(state, batches)
+        state.model.train(was_training)
+        sums = [
+            document_sums(found.cpu(), batch.weights[0], batch.cu_seqlens)
+            for batch, found in zip(batches, logprobs, strict=True)
+        ]
+        return [_with(batch, values) for batch, values in zip(batches, sums, strict=True)]
+    if run.reference is None:
+        assert isinstance(run.rows, Rows)
+        run.reference = references(run, run.rows, run.loader.ahead())
+    return [_with(batch, _looked_up(batch, run.reference)) for batch in batches]
+
+
+def _looked_up(batch: Batch, known: np.ndarray) -> torch.Tensor:
+    found: list[float] = []
+    for row in batch.rows:
+        found += known[row.number, : row.documents].tolist() if row.number >= 0 else [0.0] * row.documents
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def _with(batch: Batch, reference: torch.Tensor) -> Batch:
+    return replace(batch, inputs={**batch.inputs, "reference": reference})
+
+
+def held_out_sums(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """Of the validation rows: log-probabilities of the answers, and their tokens (`sums_of`)."""
+    assert run.held_out is not None
+    data, rows = run.config.data, run.held_out
+    with stage("evaluating") as told:
+        return sums_of(
+            run.state,
+            rows,
+            np.arange(len(rows)),
+            sequence_length=data.sequence_length,
+            packing=data.packing and not run.state.packing_fault,
+            progress=told,
+        )
+
+
+def held_out_reference(run: Run) -> np.ndarray:
+    """The reference's log-probabilities of the answers of the validation rows; of every row once a run."""
+    assert run.held_out is not None
+    rows = run.held_out
+    if run.held_out_reference is None:
+        numbers = np.arange(len(rows))
+        if run.initial is not None:
+            with run.initial.restored(run.state):
+                run.held_out_reference = held_out_sums(run)[0]
+        else:
+            run.held_out_reference = references(run, rows, numbers)
+    return run.held_out_reference
+
+
+def totals(run: Run, values: Sequence[float]) -> list[float]:
+    """Sums over the data ranks; all ranks call it."""
+    told = torch.tensor(values, dtype=torch.float64)
+    mesh = run.state.mesh
+    result: list[Any] = (told if mesh is None else mesh.sum(told.to(run.state.device)).cpu()).tolist()
+    return result
