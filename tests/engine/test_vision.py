@@ -26,7 +26,7 @@ from tests.oracles.plain import gradient_errors
 from tests.oracles.seeing import save_seeing, step, write_rows
 
 FAMILIES = ("gemma3", "idefics3", "llava", "mllama", "qwen2_5_vl", "smolvlm")
-PACKED = {"idefics3", "llava", "smolvlm"}
+PACKED = {"idefics3", "llava", "qwen2_5_vl", "smolvlm"}
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +118,14 @@ def test_adapters_train_where_they_are_asked_for(
     assert all("lora_" in name for name in state.trainable)
     seen = {"vision" in name or "visual" in name for name, gradient in gradients.items() if gradient.abs().max() > 0}
     assert seen == {bool(set(target) & {"vision", "vision_mlp"}), not set(target) & {"attn"}}
+
+
+@pytest.mark.parametrize("kind", ["llava", "mllama", "smolvlm"])
+def test_adapters_may_stand_between_eyes_and_text(models: dict[str, Path], kind: str, tmp_path: Path) -> None:
+    state, tokenizer = ready(models[kind], LoraConfig(rank=2, target=["projector"]))
+    rows = rows_of(write_rows(tmp_path / "rows.jsonl"), tokenizer)
+    _, gradients = taken(state, [pack([rows[0]], rows.sight)])
+    assert all(gradient.abs().max() > 0 for name, gradient in gradients.items() if "lora_B" in name)
 
 
 def test_evaluation_sees_images(models: dict[str, Path], tmp_path: Path) -> None:

@@ -81,8 +81,8 @@ def test_adapters_of_eyes_and_text_are_files_that_peft_opens(kind: str, tmp_path
 
 def test_packing_is_off_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    train(config(tmp_path, "debug:qwen2_5_vl"))
-    assert "packing is off: its positions over a picture are worked out for one document" in caplog.text
+    train(config(tmp_path, "debug:mllama"))
+    assert "packing is off: its text looks at pictures by cross attention, which knows one document" in caplog.text
 
 
 def test_rows_are_shown_with_their_images(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ class Network:
     """Microbatches are padded to a multiple of this many positions while they train."""
     packing_fault: str = ""
     """Why several documents cannot stand in one microbatch of this architecture; empty where they can."""
-    picture_fault: str = ""
-    """Why several documents with pictures cannot stand in one microbatch, where it has been asked."""
+    picture_fault: str | None = None
+    """Why several documents with pictures cannot stand in one microbatch; empty where they can, None until asked."""
     limits: Limits | None = None
     """Which ids and how long rows the model can read; None = not known, so not checked."""
     balance: Balance | None = None

@@ -74,6 +74,11 @@ class Anatomy:
         return {"attn": self.attn, "mlp": self.mlp, "unembed": self.unembed, **found}
 
     @property
+    def eyes(self) -> frozenset[str]:
+        """Linear modules that run for pictures alone."""
+        return frozenset((*self.vision_attn, *self.vision_mlp, *self.projector))
+
+    @property
     def all_linear(self) -> tuple[str, ...]:
         """Every linear module of the layers but the routers; not the head."""
         return (*self.attn, *self.mlp, *self.others)

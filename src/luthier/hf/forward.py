@@ -49,7 +49,7 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     if accepted is not None:
         arguments = {name: value for name, value in arguments.items() if name in accepted}
     if batch.sights is not None:
-        arguments |= _seen(batch)
+        arguments |= _seen(batch, backbone)
     with documents(batch.cu_seqlens, told=not masks_itself(model)), counted(batch):
         output = backbone(input_ids=batch.input_ids, **arguments)
     hidden = output[0]
@@ -57,13 +57,29 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     return hidden[0] if kept is None else hidden[0, kept]
 
 
-def _seen(batch: Batch) -> dict[str, Any]:
-    """What the backbone reads of a batch's pictures. Alone in its row a document gets its positions from the model,
-    some of which lay them out over a picture in two dimensions."""
+def _seen(batch: Batch, backbone: Any) -> dict[str, Any]:
+    """What the backbone reads of a batch's pictures, and the positions of its tokens.
+
+    Alone in its row a document gets these from the model, some of which lay them out over a picture in two dimensions.
+    Of several such documents each is laid out on its own: [4, 1, T], the first of them those of text.
+    """
     assert batch.sights is not None
     device = batch.input_ids.device
     seen = {name: value.to(device) for name, value in batch.sights().items()}
-    return seen if batch.documents > 1 else {"position_ids": None, **seen}
+    if batch.documents == 1:
+        return {"position_ids": None, **seen}
+    if not hasattr(backbone, "get_rope_index"):
+        return seen
+    kinds, sizes = seen.pop("mm_token_type_ids"), iter(seen["image_grid_thw"])  # [1, T], [pictures, 3]
+    laid = []
+    for start, stop in itertools.pairwise(batch.cu_seqlens.tolist()):
+        own = kinds[:, start:stop]
+        pictures = int(((own[0, 1:] == 1) & (own[0, :-1] != 1)).sum() + (own[0, 0] == 1))
+        grid = torch.stack(list(itertools.islice(sizes, pictures))) if pictures else None
+        laid.append(
+            backbone.get_rope_index(batch.input_ids[:, start:stop], mm_token_type_ids=own, image_grid_thw=grid)[0]
+        )
+    return {**seen, "position_ids": torch.cat([batch.position_ids[None], torch.cat(laid, -1)])}
 
 
 def masks_itself(model: PreTrainedModel) -> bool:

@@ -63,8 +63,6 @@ def pictures_apart(model: Any, sight: Sight) -> str:
         return "its text looks at pictures by cross attention, which knows one document"
     if masks_itself(model):
         return "it works on its attention masks itself"
-    if hasattr(getattr(model, backbone_name(model)), "get_rope_index"):
-        return "its positions over a picture are worked out for one document"
     training = model.training
     model.eval()
     try:

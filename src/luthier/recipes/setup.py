@@ -170,9 +170,11 @@ def held_out_batches(network: Network, rows: Rows, config: RunConfig) -> Iterato
 
 def unpackable(network: Network, rows: Rows | StreamRows) -> str:
     """Why rows cannot stand in one microbatch, as a clause; empty where they can."""
-    if rows.pictures and rows.sight is not None and not network.packing_fault and not network.picture_fault:
+    if not rows.pictures or rows.sight is None or network.packing_fault:
+        return network.packing_fault
+    if network.picture_fault is None:
         network.picture_fault = picture_fault(network, rows.sight)
-    return network.packing_fault or (network.picture_fault if rows.pictures else "")
+    return network.picture_fault
 
 
 def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:
