@@ -55,6 +55,12 @@ class SourceConfig(Section):
     """This source's share of a mixture, relative to the others (1 where another names one); without any, all rows."""
     rows: PositiveInt | None = None
     """Take the first N rows only; of format random: how many rows to make (default 1,000)."""
+    image_column: str | None = None
+    """The column that holds a row's images: paths, bytes or addresses, one or a list; images or image when left out."""
+    image_root: PathText | None = None
+    """Directory that paths of images start from and stay in; the data file's own when left out."""
+    allow_urls: bool = False
+    """Fetch images that rows name by http or https; each once, while rows are tokenised."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of a format of one's own; text files: rows (paragraph, line, file); instruct: template (chat, plain); random."""
 
@@ -118,7 +124,7 @@ class LoraConfig(Section):
     """First values: default, gaussian, orthogonal, pissa, pissa_niter_N (N rounds of a faster SVD), olora; beside a
     quantised base loftq, loftq_iter_N."""
     target: Annotated[list[str], BeforeValidator(one_or_many), Field(min_length=1)] = ["attn", "mlp"]
-    """Roles (attn, mlp, experts alone, unembed), all-linear, module names (q_proj), or patterns of full names."""
+    """Roles (attn, mlp, experts alone, unembed, vision, projector), all-linear, names, or patterns of full names."""
     learning_rate_ratio: PositiveFloat | None = None
     """LoRA+: B learns at this multiple of optimizer.learning_rate (Hayou et al. 2024, https://arxiv.org/abs/2402.12354)."""
     embedding_learning_rate: PositiveFloat = 1.0e-6

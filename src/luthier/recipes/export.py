@@ -15,6 +15,7 @@ from luthier.engine.checkpoint import Checkpointer, check_unchanged, committed, 
 from luthier.engine.state import TrainState
 from luthier.errors import CheckpointError, ConfigError
 from luthier.hf.classifier import as_classifier, padding_of
+from luthier.hf.processor import save_reader
 from luthier.hf.save import base_dtype, replacing, save_model
 from luthier.hf.together import rank_in, together
 from luthier.hf.tokenizer import stop_token_ids
@@ -94,7 +95,7 @@ def export_state(
             save_peft(model, aside, base_model=config.model, revision=config.revision, group=group)
             with together(group):
                 if rank_in(group) == 0:
-                    tokenizer.save_pretrained(str(aside))
+                    save_reader(tokenizer, aside)
                     (aside / "README.md").write_text(card, encoding="utf-8")
         return {"export": str(output), "form": "adapter"}
     merging = Merging(model)
