@@ -88,6 +88,8 @@ def _source(source: SourceConfig, at: str) -> Iterator[ConfigError]:
         yield _refusal(f"{at}.format", f"{source.format} is Luthier's own", f"use {', '.join(FORMATS)}, or {_OWN}")
     if source.kind is not None:
         yield _refusal(f"{at}.kind", "files of a directory are chosen by datasets itself", "name the files by a glob")
+    if source.image_column is not None or source.image_root is not None:
+        yield _refusal(f"{at}.image_column", "rows with images are not handed to SFTTrainer", _OWN)
     if source.weight is not None:
         yield _refusal(f"{at}.weight", "SFTTrainer takes all rows of all sources", _OWN)
 
