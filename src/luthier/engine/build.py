@@ -19,6 +19,7 @@ import torch
 
 from luthier.adapters import (
     AdapterReport,
+    LoftQ,
     LoraReport,
     apply_adapter,
     finish_adapter,
@@ -149,6 +150,8 @@ def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: U
     bound_kernel_cache()
     plan = _Plan(how, moe)
     adapter, device, mesh, seed = how["adapter"], plan.device, plan.mesh, plan.seed
+    if plan.packing is not None and device.type == "cpu":
+        tune_allocator(keep=False)  # plain weights come and go, one at a time
     model = load_model(
         source,
         dtype=DTYPES[choose_precision(how.get("precision"), device)],
@@ -259,6 +262,8 @@ class _Plan:
         self.parameters = sum(p.numel() for name, p in model.named_parameters() if name not in tied)
         if self.packing is not None:
             self.packing.names = quantizable(model)
+            if isinstance(self.packing, LoftQ):
+                self.packing.model = model
             self.quantized = str(quantized_report(model, self.packing.names, self.packing.double))
         if self._moe is not None:
             _refuse_what_reading_resets(model)
@@ -270,7 +275,7 @@ class _Plan:
             self._cut(model, self.mesh)
             if self.packing is not None:
                 self.packing.names = self._packed_here(model)
-                require_whole_blocks(model, self.packing.names)
+                require_whole_blocks(model, self.packing)
 
     def _packed_here(self, model: Any) -> list[str]:
         here = model.state_dict().keys()

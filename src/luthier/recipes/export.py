@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from luthier.adapters import Merging, save_peft
-from luthier.config import RunConfig
+from luthier.adapters import Merging, rounds_of, save_peft
+from luthier.config import LoraConfig, RunConfig
 from luthier.config.sections import SGDConfig
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, committed, read_record, reading
 from luthier.engine.state import TrainState
@@ -80,6 +80,9 @@ def export_state(
         form = "adapter"  # there is no weight that it could be in
     if form == "adapter" and state.lora is None:
         raise ConfigError("this run trained no adapter", where="--adapter", remedy="leave it out for the whole model")
+    if form == "adapter" and own_base(config):
+        what = "adapter.init has quantised another base than the model's: its adapter fits no other"
+        raise ConfigError(what, where="--adapter", remedy="leave it out for the whole model")
     tokenizer = state.tokenizer
     group = dist.group.WORLD if state.mesh is not None else None
     card = model_card(config, measured, form=form or "merge")
@@ -108,6 +111,11 @@ def export_state(
         logger.info("%s", report)
         result["merged"] = str(report)
     return result
+
+
+def own_base(config: RunConfig) -> bool:
+    """Whether an adapter stands beside codes that are not those of the model's weights (`adapters.loftq`)."""
+    return isinstance(config.adapter, LoraConfig) and rounds_of(config.adapter.init) > 1
 
 
 def trainable_only(config: RunConfig) -> bool:
