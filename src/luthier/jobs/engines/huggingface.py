@@ -99,8 +99,8 @@ def _adapter(adapter: LoraConfig) -> Iterator[ConfigError]:
     for name in names:
         if name in ("unembed", "lm_head"):
             yield _refusal("adapter.target", "SFTTrainer trains no adapter on the output layer", "leave unembed out")
-        elif name == "experts":
-            yield _refusal("adapter.target", "PEFT knows no role experts", "name the modules")
+        elif name in ("experts", "embed"):
+            yield _refusal("adapter.target", f"PEFT knows no role {name}", "name the modules")
         elif not _NAME.fullmatch(name) and len(adapter.target) > 1:
             yield _refusal("adapter.target", f"PEFT takes a pattern ({name}) only by itself", "use one pattern for all")
     if adapter.init not in ("default", "gaussian", "orthogonal"):
