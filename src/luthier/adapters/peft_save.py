@@ -95,6 +95,7 @@ def save_peft(
         base_model=base_model,
         revision=revision,
         tokens=ids_for_peft(model),
+        task="SEQ_CLS" if type(plain).__name__.endswith("ForSequenceClassification") else "CAUSAL_LM",
     )
     target = Path(directory)
     leads = rank_in(group) == 0

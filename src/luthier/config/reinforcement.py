@@ -1,4 +1,4 @@
-"""Learning from rewards: GRPO."""
+"""Learning from rewards, GRPO, and to give them: the reward model."""
 
 from __future__ import annotations
 
@@ -97,3 +97,25 @@ class GrpoConfig(Method):
                 "method.beta holds the model to its base, which is there only beside fresh low-rank adapters: leave it "
                 f"at 0 in full fine-tuning and with {', '.join(f'adapter.{name}' for name in no_base)}"
             )
+
+
+class RewardConfig(Method):
+    """A reward model (Bradley and Terry 1952): a score on the last token of a text learns which of two answers to a
+    prompt is preferred. It is exported as a sequence classification of one label."""
+
+    rows: ClassVar[Kind] = "pairs"
+
+    name: Literal["reward"]
+    center: NonNegativeFloat = 0.0
+    """Weight of the squared sum of a pair's scores, which keeps them near 0 (Eisenstein et al. 2023,
+    https://arxiv.org/abs/2312.09244); TRL calls it center_rewards_coefficient."""
+
+    def check(self, run: RunConfig) -> None:
+        """Refuse layouts on which a text's last token lies elsewhere than its score, and other adapters."""
+        shared = [name for name in ("tp", "cp", "pp", "ep") if getattr(run.parallel, name) != 1]
+        if shared:
+            raise ValueError(f"a reward model has no parallel.{shared[0]}; use dp_shard or dp_replicate")
+        if run.adapter is not None and run.adapter.kind != "lora":
+            raise ValueError(f"adapter.kind {run.adapter.kind} has no place for a score; use lora, or no adapter")
+        if run.adapter is not None and run.adapter.start_from:
+            raise ValueError("a reward model begins with a new score; leave adapter.start_from out")

@@ -48,6 +48,10 @@ def recipe_of(config: RunConfig) -> Recipe:
             from luthier.recipes import grpo
 
             return grpo
+        case "reward":
+            from luthier.recipes import reward
+
+            return reward
         case "distill":
             from luthier.recipes import distill
 

@@ -23,9 +23,10 @@ from luthier.errors import CheckpointError, ConfigError, UserError
 from luthier.hf.save import remove_leftovers
 from luthier.launch import join, restarted
 from luthier.parallel.mesh import Mesh
+from luthier.parallel.rules import check_pictures
 from luthier.recipes.export import trainable_only
 from luthier.recipes.run_directory import Interruption, RunDirectory
-from luthier.recipes.setup import identity, meshed, prepare_process, rows_of, state_of, tokenizer_of
+from luthier.recipes.setup import identity, meshed, prepare_process, rows_of, state_of, tokenizer_of, unpackable
 from luthier.report.progress import stage
 from luthier.report.reporter import Reporter, run_log
 
@@ -155,6 +156,8 @@ def open_run(
     if held_out is not None and config.data.validation:
         for line in held_out.report.lines():
             logger.info("validation: %s", line)
+    if mesh is not None and rows.pictures:
+        check_pictures(mesh.layout)
     with stage("loading the model"):
         state = state_of(config, device, mesh)
     state.tokenizer = tokenizer
@@ -169,8 +172,8 @@ def open_run(
             where="data.sequence_length",
             remedy=f"set it to {positions} or less",
         )
-    if data.packing and state.packing_fault:
-        logger.warning("packing is off: %s", state.packing_fault)
+    if data.packing and (why := unpackable(state, rows)):
+        logger.warning("packing is off: %s", why)
         data = data.model_copy(update={"packing": False})
     ranks = {"rank": mesh.data_rank, "world_size": mesh.data_ranks} if mesh is not None else {}
     loader = Loader(rows, data, config.train, seed=config.seed, **ranks)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from luthier.batch import Sample
 from luthier.config.sections import SourceConfig
 from luthier.data.formats.base import Row, Samples, closed, text_of
-from luthier.hf.render import Encoder, Tokenizer
+from luthier.hf.render import Tokenizer
+from luthier.hf.sight import encoder_of
 
 
 class TextFormat:
     """Text as it is, with the BOS that the tokenizer adds by itself (if any) and one EOS, which is trained on too."""
 
     def __init__(self, tokenizer: Tokenizer, source: SourceConfig) -> None:
-        self._encoder = Encoder(tokenizer)
+        self._encoder = encoder_of(tokenizer)
         self._column = source.column or "text"
         self.stop_ids = set() if self._encoder.eos is None else {self._encoder.eos}
 
