@@ -129,6 +129,9 @@ class Batch:
         origins: where each document came from.
         inputs: what a loss of one's own reads beside the log-probabilities, by name, [T, ...] or an entry a document.
         rows: the rows that its documents are of, in their order; empty where nobody asks.
+        parents: for each document the one that it goes on from, or -1: two answers to a prompt that lies in the row
+            once (`engine/prefixes.py`). Empty where none does; positions start again from 0 where a document goes on
+            from none.
         sights: gives what the model's forward reads beside the tokens, by the names of its arguments (pixel_values);
             asked when the row is run, since pictures are large. None for text alone.
     """
@@ -141,6 +144,7 @@ class Batch:
     origins: tuple[str, ...] = field(default=())
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
+    parents: tuple[int, ...] = ()
     sights: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
     @staticmethod
@@ -198,6 +202,7 @@ class Batch:
             cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + missing]),
             origins=(*self.origins, ""),
             inputs={},
+            parents=(*self.parents, -1) if self.parents else (),
         )
 
     def to(self, device: torch.device | str) -> Batch:

@@ -48,9 +48,7 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
     """
     config, method = run.config, run.config.method
     assert isinstance(method, GrpoConfig)
-    if "rollouts" not in run.kept:
-        run.kept["rollouts"] = Rollouts(config, run.state)
-    rollouts: Rollouts = run.kept["rollouts"]
+    rollouts: Rollouts = run.once("rollouts", lambda: Rollouts(config, run.state))
     groups = rollouts(batch.microbatches, batch.state.step - 1)
     everyone = [group for part in exchange(groups, _world(run.state)) for group in part]
     told = described(everyone, method, list(rollouts.functions))

@@ -48,6 +48,10 @@ def recipe_of(config: RunConfig) -> Recipe:
             from luthier.recipes import grpo
 
             return grpo
+        case "distill":
+            from luthier.recipes import distill
+
+            return distill
         case name:
             raise ConfigError(f"{name} cannot train yet", where="method")
 

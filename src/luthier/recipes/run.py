@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -80,6 +80,14 @@ class Run:
     """What the newest step was taken with."""
     kept: dict[str, Any] = field(default_factory=dict)
     """What a recipe has made ready for all its steps, by name."""
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` gave when it was asked for first; making it leaves the random state as it was."""
+        if name not in self.kept:
+            states = randomness.capture()
+            self.kept[name] = make()
+            randomness.restore(states)
+        return self.kept[name]
 
     @property
     def data(self) -> dict[str, Any]:
