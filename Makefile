@@ -19,16 +19,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 export PYTHONDONTWRITEBYTECODE :=
 HAS_CUDA := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test soak test-postgresql load fuzz matrix bench lint format reference sizes presets manifests clean
+.PHONY: help demo examples test soak test-postgresql load fuzz matrix adapters bench lint format reference sizes presets manifests clean
 
 help:
 	@echo "make demo       train a small real model on the data that comes with Luthier, and ask it before and after"
+	@echo "make examples   every run under examples/, a few steps each on tiny models"
 	@echo "make test       all tests, offline"
 	@echo "make soak       the tests that kill and repeat, to their promised size: 20 kills of a run, 5 of a server"
 	@echo "make test-postgresql  the server's tests on PostgreSQL (needs Debian's package postgresql)"
 	@echo "make load       2,000 polls and 200 samples at once: lateness, memory"
 	@echo "make fuzz       20,000 requests of ill will to a server; REQUESTS=n SEED=n for others"
 	@echo "make matrix     prove every causal model type on ten layouts, and write docs/architectures.md; goes on where it was"
+	@echo "make adapters   hold every kind of adapter against PEFT, and write the table in docs/adapters.md"
 	@echo "make cookbook   recipes of tinker-cookbook against luthier serve; sums by reinforcement"
 	@echo "make bench      Luthier beside TRL and PEFT: tokens per CPU-second, peak memory"
 	@echo "make lint       ruff and mypy"
@@ -41,6 +43,12 @@ help:
 
 demo: .venv/.demo
 	$(BIN)/luthier demo
+
+examples: .venv/.test
+	@for file in examples/*.yaml; do \
+		echo "luthier train $$file"; \
+		HF_HUB_OFFLINE=1 $(BIN)/luthier train $$file --resume never; \
+	done
 
 test: .venv/.test
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -64,6 +72,9 @@ matrix: .venv/.test
 
 bench: .venv/.bench
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/run.py
+
+adapters: .venv/.test
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.tables.adapters
 
 cookbook: .venv/.test
 	$(BIN)/python benchmarks/cookbook.py

@@ -1,5 +1,6 @@
 """Every example runs as its first lines say."""
 
+import json
 import math
 import os
 import re
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from luthier.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,6 +23,20 @@ def run(*command: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_run(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """As `make examples` has it, and the first line says how to run it."""
+    assert file.read_text().splitlines()[0].startswith(f"# luthier train examples/{file.name}")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("LUTHIER_CACHE", str(tmp_path / "cache"))
+    status = main(["train", str(file), f"output={tmp_path / 'run'}", "--json"])
+    told = json.loads(capfd.readouterr().out)
+    assert status == 0, told
+    assert told["steps"] == told["steps_total"] > 0
+    assert math.isfinite(told["loss"])
+    assert any((tmp_path / "run" / "export").iterdir())
 
 
 def test_own_loop_learns() -> None:

@@ -262,7 +262,6 @@ def test_keys_that_do_not_match_are_refused(change: Any, said: str, tmp_path: Pa
         ("lora_bias", True, "it uses lora_bias"),
         ("layer_replication", [[0, 1]], "it uses layer_replication"),
         ("target_parameters", ["mlp.experts.gate_up_proj"], "it adapts the parameter mlp.experts.gate_up_proj, which"),
-        ("trainable_token_indices", [3], "it uses trainable_token_indices"),
         ("bias", "all", "it trained biases"),
         ("init_lora_weights", "pissa", r"its initialisation \('pissa'\) changed the base weights"),
         ("peft_type", "IA3", "it holds an adapter of type IA3"),

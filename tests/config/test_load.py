@@ -130,7 +130,10 @@ def load_again(config: RunConfig, directory: Path) -> RunConfig:
 
 
 OTHER_VALUES = {
+    "method.rewards": "[c:d]",
+    "method.weights": "[0.5]",
     "method.label_smoothing": "0.25",
+    "adapter.init": "random",
     "model": "other/model",
     "data": "{train: [a.jsonl, {path: b.csv, weight: 0.5}]}",
     "data.train": "[{path: a.jsonl, columns: {input: question}, options: {least: 3}}]",
@@ -177,6 +180,9 @@ COMPANIONS = {
     "train.rows_per_step": ["train.tokens_per_step=null"],
 }
 
+# What a way of training cannot do without.
+METHODS = {"grpo": ", rewards: [a:b]", "distill": ", teacher: a/b"}
+
 
 def companions(path: str) -> list[str]:
     found = [override for start, overrides in COMPANIONS.items() if path.startswith(start) for override in overrides]
@@ -191,12 +197,22 @@ def companions(path: str) -> list[str]:
         ("schedule", "wsd", "decay"),
         ("schedule", "wsd", "shape"),
         ("schedule", "wsd", "minimum"),
+        ("adapter", "prompt", "num_virtual_tokens"),
+        ("adapter", "prompt", "init"),
+        ("adapter", "prefix", "projection"),
+        ("adapter", "prefix", "encoder_hidden_size"),
+        ("adapter", "adaption_prompt", "adapter_len"),
+        ("adapter", "adaption_prompt", "adapter_layers"),
     ]:
         if path == f"{section}.{key}":
-            found = [f"{section}={{name: {name}}}"]
+            found = [f"{section}={{{'kind' if section == 'adapter' else 'name'}: {name}}}"]
     if path.startswith("method.") and path != "method.name":
         owner = next(s for s in shape_of(RunConfig).child("method").sections if path[7:] in s.model_fields)
-        found = [f"method={{name: {shape_of(RunConfig).child('method').tags(owner)[0]}}}"]
+        name = shape_of(RunConfig).child("method").tags(owner)[0]
+        needed = METHODS.get(name, "") + (", filter_groups: true" if path == "method.resample" else "")
+        found = [f"method={{name: {name}{needed}}}"]
+    if path == "optimizer.in_backward":
+        found = ["train.max_gradient_norm=null"]
     if path == "schedule.points":
         found = ["schedule={name: piecewise, points: [[0, 1]]}"]
     return found

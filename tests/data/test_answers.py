@@ -129,10 +129,10 @@ def test_labelled_answers_carry_another_prompts_answer(tiny: Any) -> None:
         form({"prompt": "a", "completion": " 1", "label": "perhaps"})
 
 
-def test_prompts_alone_keep_their_other_columns(tiny: Any, smol: Any) -> None:
+def test_prompts_alone_keep_their_rows(tiny: Any, smol: Any) -> None:
     sample = made(tiny, {"prompt": "2+2?", "answer": 4}, "prompt", "prompts")
     assert tiny.decode(sample.tokens) == "2+2?"
-    assert sample.meta == {"answer": 4}
+    assert sample.meta == {"prompt": "2+2?", "answer": 4}
     assert not sample.weights.any()
     assert sample.targets[-1] == NO_TOKEN
     asked = made(smol, {"prompt": [USER]}, "prompt", "prompts")

@@ -205,7 +205,7 @@ ROWS = [
     effect(L, "lora_dropout", 0.0, "config.adapter.dropout", 0.0),
     refusal(L, "lora_dropout", 1.0, "lora_dropout: must be less than 1, not 1"),
     effect(L, "quantize_base", False, "recipe", "lora_finetune_single_device"),
-    refusal(L, "quantize_base", True, "quantize_base: is not offered yet"),
+    effect(L, "quantize_base", True, "config.adapter.quantize", "nf4"),
     effect(L, "use_dora", False, "config.adapter.dora", False),
     effect(L, "use_dora", True, "config.adapter.dora", True),
     # who holds what of the model

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from luthier.adapters.init import first_down
 from luthier.batch import Batch, Sample
 from luthier.config import LoraConfig, ParallelConfig
-from luthier.config.sections import SGDConfig
+from luthier.config.sections import AdamWConfig, SGDConfig
 from luthier.engine.build import build_state
 from luthier.engine.evaluate import evaluate
 from luthier.engine.state import TrainState
@@ -185,3 +185,17 @@ def measure(
         "lora": str(state.lora),
         "parameters": state.parameters,
     }
+
+
+def weights_after(early: bool) -> dict[str, torch.Tensor]:
+    """Whole weights and the last norm after two steps of AdamW on dp_shard 2, updated in the backward pass or after."""
+    optimizer = AdamWConfig(in_backward=early)
+    state = ready("debug:llama", {"dp_shard": 2}, precision="fp32", optimizer=optimizer)
+    mesh = state.mesh
+    assert mesh is not None
+    norm = 0.0
+    for _ in range(2):
+        outputs = forward_backward_all(state, microbatches(documents(), mesh.data_rank, mesh.data_ranks))
+        loss = float(mesh.sum(torch.stack([output.loss for output in outputs]).sum()))
+        norm = optim_step(state, loss=loss).gradient_norm
+    return {name: whole(p.detach()) for name, p in state.trainable.items()} | {"norm": torch.tensor(norm)}

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 
+from luthier.adapters import save_peft
 from luthier.config import LoraConfig
 from luthier.hf.tiny import debug_config
 from tests.adapters.models import PEFT_WARNINGS
@@ -88,6 +89,53 @@ def test_first_lengths_are_the_norms(
         for name, value in found.items():
             expected = weights[name.replace("lora_magnitude_vector.", "")].to(value.dtype).norm(dim=1)
             assert torch.allclose(value, expected, rtol=1e-14 if precision == "fp64" else 1e-6, atol=0), name
+
+
+def begun(path: Path, layout: dict[str, int], init: str, directory: Path) -> dict[str, torch.Tensor]:
+    """On every rank: weights and adapters as they begin, whole, and after a change the files."""
+    lora = LoraConfig(rank=4, target=["attn", "mlp"], init=init, dora=init == "pissa")
+    state = ready(path, layout, precision="fp32", adapter=lora, seed=3)
+    found = {name: whole(p.detach()).clone() for name, p in state.model.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in state.model.named_parameters():
+            if ".lora_" in name:
+                parameter.mul_(1.25)
+    save_peft(state.model, directory, group=torch.distributed.group.WORLD)
+    return found
+
+
+@pytest.mark.parametrize("init", ["gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora"])
+@pytest.mark.parametrize("kind", LINEAR)
+def test_first_values_are_those_of_one_process(
+    world: Any, models: dict[str, Path], kind: str, init: str, tmp_path: Path
+) -> None:
+    from luthier.adapters import adapted_layers, load_peft
+    from luthier.engine.build import build_network
+    from luthier.hf.source import resolve
+
+    lora = LoraConfig(rank=4, target=["attn", "mlp"], init=init, dora=init == "pissa")
+    how: Any = {"precision": "fp32", "device": torch.device("cpu")}
+    one = build_network(resolve(str(models[kind])), adapter=lora, seed=3, **how).model
+    expected = dict(one.named_parameters())
+    layouts: list[dict[str, int]] = [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}]
+    if init == "pissa":
+        layouts += [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}]
+    for number, layout in enumerate(layouts):
+        for found in world(math.prod(layout.values())).run(begun, models[kind], layout, init, tmp_path / str(number)):
+            for name, value in found.items():
+                exact = "magnitude" not in name
+                assert torch.allclose(value, expected[name], rtol=0 if exact else 1e-6, atol=0), name
+    with torch.no_grad():
+        for name, parameter in one.named_parameters():
+            if ".lora_" in name:
+                parameter.mul_(1.25)
+    ids = torch.arange(4, 30)[None]
+    said = one(ids, use_cache=False).logits
+    for number, _ in enumerate(layouts):
+        model = build_network(resolve(str(models[kind])), adapter=None, **how).model
+        load_peft(model, tmp_path / str(number))
+        assert len(list(adapted_layers(model))) == len(list(adapted_layers(one)))
+        assert torch.allclose(model(ids, use_cache=False).logits, said, rtol=1e-4, atol=1e-4)
 
 
 def trained(path: Path, layout: dict[str, int]) -> tuple[float, torch.dtype]:

@@ -90,6 +90,7 @@ class LoraLayer(nn.Module):
         lora_spec: rank, alpha, dropout.
         lora_shape: the sizes of the base.
         lora_siblings: the group of layers that may share this one's input, None where nothing is shared.
+        lora_first: A and B as they began, where they were taken out of the base weight (`principal`); else None.
     """
 
     weight: nn.Parameter
@@ -100,6 +101,7 @@ class LoraLayer(nn.Module):
     lora_spec: LoraSpec
     lora_shape: LinearShape
     lora_siblings: Siblings | None
+    lora_first: tuple[Tensor, Tensor] | None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] -> [..., outputs], the base's output plus the scaled low-rank product."""
@@ -188,7 +190,7 @@ def attach(module: nn.Module, spec: LoraSpec, dtype: torch.dtype | None = None) 
     layer.lora_A, layer.lora_B = down, up
     if spec.dora:
         layer.lora_magnitude_vector = Magnitude(shape.outputs, device=weight.device, dtype=weight.dtype)
-    layer.lora_spec, layer.lora_shape, layer.lora_siblings = spec, shape, None
+    layer.lora_spec, layer.lora_shape, layer.lora_siblings, layer.lora_first = spec, shape, None, None
     layer.train(layer.training)
     return layer
 
@@ -217,7 +219,7 @@ def detach(layer: LoraLayer) -> nn.Module:
         layer.lora_siblings.part()
     if layer.lora_spec.dora:
         del layer.lora_magnitude_vector
-    for name in ("lora_A", "lora_B", "lora_spec", "lora_shape", "lora_siblings"):
+    for name in ("lora_A", "lora_B", "lora_spec", "lora_shape", "lora_siblings", "lora_first"):
         delattr(layer, name)
     base = type(layer).__mro__[2]
     layer.__class__ = base
@@ -232,5 +234,19 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a parameter's full name is that of an adapter's matrix, of its lengths, or of rows of single tokens."""
-    return name.endswith((".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector.weight", ROWS))
+    """Whether a parameter's full name is that of an adapter's matrix or lengths, of rows of single tokens, or of what
+    learns in the place of text."""
+    return name.endswith(_OURS) or name.startswith("prompt_encoder.")
+
+
+_OURS = (
+    ".lora_A.weight",
+    ".lora_B.weight",
+    ".lora_magnitude_vector.weight",
+    ROWS,
+    ".virtual_tokens.prompt",
+    ".attention_prefix.keys",
+    ".attention_prefix.values",
+    ".adaption.prompt",
+    ".adaption.gate",
+)

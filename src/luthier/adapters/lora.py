@@ -7,7 +7,7 @@ weights already, `apply_lora` does both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from luthier.adapters.init import initialise_adapters
 from luthier.adapters.layer import LoraSpec
 from luthier.adapters.peft_config import PeftConfig, read_peft_config
 from luthier.adapters.peft_files import load_part, load_peft
+from luthier.adapters.principal import takes_from_base
 from luthier.adapters.rows import SUFFIX as ROWS
 from luthier.adapters.rows import NewTokens, attach_rows, initialise_rows, rows_of, tie_rows
 from luthier.adapters.siblings import find_siblings
@@ -25,6 +26,7 @@ from luthier.adapters.targets import resolve_modules, resolve_targets
 from luthier.config import LoraConfig
 from luthier.errors import ConfigError
 from luthier.hf.anatomy import describe
+from luthier.hf.linear import linear_shape
 from luthier.hf.load import DTYPES
 
 
@@ -91,6 +93,7 @@ def apply_lora(model: Any, config: LoraConfig, seed: int = 0, tokens: NewTokens 
         alpha = config.alpha or 2.0 * config.rank
         spec = LoraSpec(config.rank, alpha, config.dropout, config.rslora, config.dora)
         names = resolve_targets(model, config.target, without=trained)
+        _allow(model, names, config.init)
         attach_all(model, dict.fromkeys(names, spec), trained, DTYPES.get(config.dtype or ""))
         if tokens is not None:
             attach_rows(model, tokens, DTYPES.get(config.dtype or ""), trained)
@@ -122,7 +125,7 @@ def finish_lora(
     elif config.start_from is not None:
         _load(model, config)
     else:
-        initialise_adapters(model, seed)
+        initialise_adapters(model, seed, config.init)
         initialise_rows(model)
     freeze(model)
     find_siblings(model, run)
@@ -155,6 +158,18 @@ def _load(model: Any, config: LoraConfig) -> None:
     load_peft(model, config.start_from, dropout=dropout, dtype=DTYPES.get(config.dtype or ""))
 
 
+def _allow(model: Any, names: Sequence[str], init: str) -> None:
+    """Refuse ways to begin that some of these layers have not."""
+    anatomy = describe(model)
+    linear = {name for name, module in model.named_modules() if linear_shape(module) is not None}
+    remedy = "leave init out, or name other layers in adapter.target"
+    if init not in ("default", "gaussian") and (other := next((name for name in names if name not in linear), None)):
+        raise ConfigError(f"{init} is for linear layers, and {other} is none", where="adapter.init", remedy=remedy)
+    if takes_from_base(init) and anatomy.tied and anatomy.head in names:
+        what = f"{init} takes a part out of {anatomy.head}, and its weight is the embedding's too"
+        raise ConfigError(what, where="adapter.init", remedy=remedy)
+
+
 def _is_asked(config: LoraConfig, name: str) -> bool:
     """Whether a field says something of its own; a resolved config repeats every default."""
     return bool(getattr(config, name) != LoraConfig.model_fields[name].default)
@@ -162,6 +177,9 @@ def _is_asked(config: LoraConfig, name: str) -> bool:
 
 def _agree(config: LoraConfig, files: PeftConfig) -> None:
     """Refuse what the config says about the adapter's shape where the files say something else."""
+    if _is_asked(config, "init"):
+        what = f"{config.init} is asked for, and the adapter in {files.directory} has its values"
+        raise ConfigError(what, where="adapter.init", remedy="leave it out when starting from an adapter")
     for name, theirs in (("rank", files.rank), ("alpha", files.alpha), ("rslora", files.rslora), ("dora", files.dora)):
         if _is_asked(config, name) and getattr(config, name) != theirs:
             raise ConfigError(

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from luthier.adapters.dora import factor, row_norms
 from luthier.adapters.experts import Adapted, LoraExperts, adapted, detach_experts, weight_names
 from luthier.adapters.layer import LoraLayer, detach, is_adapter_weight
+from luthier.adapters.prompt import learned
 from luthier.adapters.rows import SUFFIX as ROWS
 from luthier.adapters.rows import folded, merge_rows, rows_of
 from luthier.adapters.structure import untie
+from luthier.errors import ConfigError
 from luthier.hf.anatomy import describe
 from luthier.hf.nf4 import Nf4Weight, dense
 from luthier.hf.together import Group, exchange
@@ -112,6 +114,7 @@ def merge(model: Any) -> MergeReport:
     Returns:
         how many, and what the rounding cost.
     """
+    require_mergeable(model)
     untied = _must_part(model)
     if untied:
         untie(model)
@@ -131,6 +134,17 @@ def merge(model: Any) -> MergeReport:
     return _report(deviations, untied)
 
 
+def require_mergeable(model: Any) -> None:
+    """Refuse to fold in what stands in the place of text.
+
+    Raises:
+        ConfigError: it cannot be in any weight.
+    """
+    if learned(model):
+        what = "virtual tokens, prefixes and prompts stand in the place of text and cannot be merged into weights"
+        raise ConfigError(what, where="--merge", remedy="export the adapter's files (--adapter)")
+
+
 class Merging:
     """What `merge` would make of each weight, while the model goes on training: a `Transform` of `hf.save.save_model`.
 
@@ -141,6 +155,7 @@ class Merging:
     """
 
     def __init__(self, model: Any) -> None:
+        require_mergeable(model)
         self._layers: dict[str, tuple[Adapted, tuple[str, ...]]] = {}
         for name, layer in adapted(model):
             names = weight_names(_WRAPPERS.sub("", name), layer)

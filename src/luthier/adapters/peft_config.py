@@ -1,16 +1,23 @@
 """`adapter_config.json` of PEFT's LoRA: what of it is understood, what is refused by name, and what is written.
 
 The fields are those of PEFT 0.21 (https://huggingface.co/docs/peft/package_reference/lora); PEFT itself is not needed.
+The tensors beside it are read here as well, under their own names.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
 from luthier.errors import ModelError
 
@@ -159,7 +166,7 @@ def read_peft_config(directory: Path) -> PeftConfig:
     Raises:
         ModelError: there is none, it is no LoRA, or it uses a part of PEFT that is not supported here; it is named.
     """
-    file = _find(directory)
+    file = find_config(directory)
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         kind = raw.get("peft_type")
@@ -204,7 +211,8 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list) else [value]
 
 
-def _find(directory: Path) -> Path:
+def find_config(directory: Path) -> Path:
+    """`adapter_config.json` in a directory, or in the only one in it that has it."""
     if (directory / CONFIG_FILE).is_file():
         return directory / CONFIG_FILE
     inner = sorted(directory.glob(f"*/{CONFIG_FILE}")) if directory.is_dir() else []
@@ -282,3 +290,22 @@ def _most_common(values: Iterable[Any]) -> Any:
 
 def _whole(value: float) -> int | float:
     return int(value) if float(value).is_integer() else value
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """Key -> tensor of the weights in a directory of PEFT files.
+
+    Raises:
+        ModelError: there are none, or they cannot be read.
+    """
+    file = next((directory / name for name in WEIGHT_FILES if (directory / name).is_file()), None)
+    if file is None:
+        raise ModelError(f"there is no {WEIGHT_FILES[0]}", where=str(directory), remedy="fetch it again")
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        found: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+        return found
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        what = "it is damaged, or holds more than tensors"
+        raise ModelError(what, where=str(file), remedy="fetch it again") from error

@@ -11,6 +11,7 @@ from torch import nn
 
 from luthier.adapters.experts import LoraExperts, adapted, attach_experts, detach_experts
 from luthier.adapters.layer import LoraLayer, LoraSpec, attach, detach, is_adapter_weight
+from luthier.adapters.prompt import detach_learned
 from luthier.adapters.rows import detach_rows, rows_of
 from luthier.errors import ConfigError
 from luthier.hf.anatomy import Anatomy, describe
@@ -69,6 +70,7 @@ def beside(model: Any) -> Any:
         elif isinstance(module, LoraExperts):
             detach_experts(module)
     detach_rows(other)
+    detach_learned(other)
     vars(other).pop("lora_trained", None)
     return other
 

@@ -38,6 +38,7 @@ VERBS = {
     "cp": "Copy a recipe or a config, to be changed.",
     "validate": "Check a config without starting anything.",
     "export": "Write a run's model as plain Transformers or PEFT files.",
+    "combine": "Make one adapter of several, or add them all to their base.",
     "data": "Look at rows as the model sees them.",
     "estimate": "Say what a run would take, before it runs.",
     "plot": "Draw the learning rate over the steps.",

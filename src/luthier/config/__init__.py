@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from luthier.config.adapters import AdapterConfig, AdaptionPromptConfig, PrefixConfig, PromptConfig
     from luthier.config.load import check_config, dump_config, load_config
     from luthier.config.run import RunConfig
     from luthier.config.schedules import ScheduleConfig
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AdapterConfig",
+    "AdaptionPromptConfig",
     "CheckpointConfig",
     "DataConfig",
     "EvaluationConfig",
@@ -33,6 +36,8 @@ __all__ = [
     "MoeConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PrefixConfig",
+    "PromptConfig",
     "ReportConfig",
     "RunConfig",
     "ScheduleConfig",
@@ -44,6 +49,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AdapterConfig": "adapters",
+    "AdaptionPromptConfig": "adapters",
+    "PrefixConfig": "adapters",
+    "PromptConfig": "adapters",
     "RunConfig": "run",
     "ScheduleConfig": "schedules",
     "check_config": "load",

@@ -7,7 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from luthier.config.kinds import Kind
+from luthier.config.reinforcement import GrpoConfig
 from luthier.config.sections import PathText, Section
+from luthier.config.teaching import DistillConfig
 
 
 class SftConfig(Section):
@@ -103,6 +105,9 @@ def _named(value: Any) -> Any:
 
 
 MethodConfig = Annotated[
-    Annotated[SftConfig | DpoConfig | OrpoConfig | SimpoConfig | KtoConfig, Field(discriminator="name")],
+    Annotated[
+        SftConfig | DpoConfig | OrpoConfig | SimpoConfig | KtoConfig | GrpoConfig | DistillConfig,
+        Field(discriminator="name"),
+    ],
     BeforeValidator(_named),
 ]

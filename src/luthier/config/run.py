@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
+from luthier.config.adapters import AdapterConfig
 from luthier.config.base import PathText, Section
 from luthier.config.kinds import set_kind
+from luthier.config.method import Method
 from luthier.config.methods import MethodConfig, SftConfig
 from luthier.config.schedules import ConstantSchedule, ScheduleConfig
 from luthier.config.sections import (
@@ -42,7 +44,7 @@ class RunConfig(Section):
     data: DataConfig
     method: MethodConfig = Field(default_factory=SftConfig)
     """What the training minimises; a bare name is enough: `method: sft`."""
-    adapter: LoraConfig | None = None
+    adapter: AdapterConfig | None = None
     """Leave out for full fine-tuning."""
     optimizer: OptimizerConfig = Field(default_factory=AdamWConfig)
     schedule: ScheduleConfig = Field(default_factory=ConstantSchedule)
@@ -69,6 +71,11 @@ class RunConfig(Section):
     def _home(cls, value: Path) -> Path:
         return value.expanduser()
 
+    @field_validator("adapter", mode="before")
+    @classmethod
+    def _default_adapter(cls, value: Any) -> Any:
+        return {"kind": "lora", **value} if isinstance(value, dict) else value
+
     @field_validator("optimizer", mode="before")
     @classmethod
     def _default_optimizer(cls, value: Any) -> Any:
@@ -87,10 +94,19 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _quantised_weights_are_not_saved(self) -> RunConfig:
-        if self.checkpoint.trainable_only is False and self.adapter is not None and self.adapter.quantize:
+        quantized = isinstance(self.adapter, LoraConfig) and self.adapter.quantize
+        if self.checkpoint.trainable_only is False and quantized:
             raise ValueError(
                 "checkpoint.trainable_only: false would write a base that adapter.quantize has rounded; leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _in_backward_sees_one_gradient_at_a_time(self) -> RunConfig:
+        if self.optimizer.in_backward and self.train.max_gradient_norm is not None:
+            raise ValueError("optimizer.in_backward cannot clip to a global norm; set train.max_gradient_norm: null")
+        if self.optimizer.in_backward and self.train.on_non_finite == "skip":
+            raise ValueError("optimizer.in_backward cannot leave a step out; set train.on_non_finite: stop")
         return self
 
     @model_validator(mode="after")
@@ -98,4 +114,6 @@ class RunConfig(Section):
         set_kind(self.data, self.method.rows)
         if self.data.streaming and getattr(self.method, "reference", "base") != "base":
             raise ValueError("data.streaming needs method.reference: base, since rows that stream have no numbers")
+        if isinstance(self.method, Method):
+            self.method.check(self)
         return self

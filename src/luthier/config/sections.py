@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -113,8 +114,14 @@ class LoraConfig(Section):
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
     dora: bool = False
     """Train each output's length beside the low-rank direction (Liu et al. 2024, https://arxiv.org/abs/2402.09353)."""
+    init: str = "default"
+    """First values: default, gaussian, orthogonal, pissa, pissa_niter_N (N rounds of a faster SVD), olora."""
     target: Annotated[list[str], BeforeValidator(one_or_many), Field(min_length=1)] = ["attn", "mlp"]
     """Roles (attn, mlp, experts alone, unembed), all-linear, module names (q_proj), or patterns of full names."""
+    learning_rate_ratio: PositiveFloat | None = None
+    """LoRA+: B learns at this multiple of optimizer.learning_rate (Hayou et al. 2024, https://arxiv.org/abs/2402.12354)."""
+    embedding_learning_rate: PositiveFloat = 1.0e-6
+    """Of LoRA+: what adapters beside the embedding learn at."""
     train_modules: Annotated[list[str], BeforeValidator(one_or_many)] = []
     """Modules trained in full beside the adapters, by name or regular expression."""
     new_tokens: Annotated[list[str], BeforeValidator(one_or_many)] = []
@@ -127,11 +134,23 @@ class LoraConfig(Section):
     start_from: PathText | None = None
     """A directory with PEFT files (adapter_config.json, adapter_model.safetensors) to go on from."""
 
+    @model_validator(mode="after")
+    def _known_beginning(self) -> LoraConfig:
+        if not re.fullmatch(r"default|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d?)?", self.init):
+            raise ValueError(f"init {self.init!r} is not default, gaussian, orthogonal, pissa, pissa_niter_N or olora")
+        if self.quantize is not None and (self.init == "olora" or self.init.startswith("pissa")):
+            raise ValueError(f"init {self.init} takes a part out of the base, which quantize keeps in four bits")
+        if self.init == "orthogonal" and self.rank % 2:
+            raise ValueError(f"init orthogonal needs an even rank, not {self.rank}")
+        return self
+
 
 class _OptimizerBase(Section):
     learning_rate: NonNegativeFloat = 1.0e-4
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled decay of matrices; biases, norms and other vectors are never decayed."""
+    in_backward: bool = False
+    """Use each gradient as soon as it is there, and free it; needs train.max_gradient_norm: null."""
 
 
 class AdamWConfig(_OptimizerBase):

@@ -12,15 +12,18 @@ import copy
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Literal, Required, TypedDict, Unpack
 
 import torch
 
 from luthier.adapters import (
+    AdapterReport,
     LoraReport,
-    apply_lora,
-    finish_lora,
+    apply_adapter,
+    finish_adapter,
     is_adapter_weight,
+    learning_rates,
     packing_of,
     part_on_meta,
     quantizable,
@@ -28,7 +31,7 @@ from luthier.adapters import (
     require_whole_blocks,
 )
 from luthier.adapters.rows import NewTokens
-from luthier.config import LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig
+from luthier.config import AdapterConfig, LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig
 from luthier.engine.balance import Balance
 from luthier.engine.logprobs import Head
 from luthier.engine.network import Network
@@ -46,10 +49,12 @@ from luthier.hf.load import DTYPES, load_model, tie_on_meta
 from luthier.hf.small import kind_of, make_small
 from luthier.hf.source import ModelSource
 from luthier.optim.build import build_optimizer
+from luthier.optim.in_backward import InBackward
 from luthier.parallel import context, expert, rules, tensor
 from luthier.parallel.checkpointing import Policy, checkpoint_activations
 from luthier.parallel.fsdp import shard, sum_what_is_whole
 from luthier.parallel.mesh import Mesh
+from luthier.parallel.norm import square
 from luthier.parallel.pipeline import Cut, Pipeline, cut
 from luthier.parallel.programs import stages_of
 
@@ -103,8 +108,8 @@ def choose_precision(asked: Precision | None, device: torch.device) -> Precision
 class How(TypedDict, total=False):
     """How a model is made ready: keywords of `build_network` and `build_state`. All but `adapter` may be left out."""
 
-    adapter: Required[LoraConfig | None]
-    """LoRA beside frozen weights; None trains everything."""
+    adapter: Required[AdapterConfig | None]
+    """LoRA, or another kind, beside frozen weights; None trains everything."""
     precision: Precision | None
     """Dtype of weights and arithmetic; what the device is fast at when left out."""
     device: torch.device | None
@@ -144,6 +149,8 @@ def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: U
     bound_kernel_cache()
     plan = _Plan(how, moe)
     adapter, device, mesh, seed = how["adapter"], plan.device, plan.mesh, plan.seed
+    if plan.packing is not None and device.type == "cpu":
+        tune_allocator(keep=False)  # plain weights come and go, one at a time
     model = load_model(
         source,
         dtype=DTYPES[choose_precision(how.get("precision"), device)],
@@ -162,9 +169,10 @@ def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: U
     lora = plan.lora
     if adapter is not None:
         alone = pipeline.run_alone if pipeline is not None else None
-        found = finish_lora(model, adapter, seed, run=alone, part=mesh is not None)
-        lora = found if mesh is None else lora  # a rank sees its part alone
-        lora = replace(lora or found, quantized=plan.quantized)
+        found = finish_adapter(model, adapter, seed, run=alone, part=mesh is not None)
+        lora = found if mesh is None else lora or found  # a rank sees its part alone
+        if isinstance(lora, LoraReport):
+            lora = replace(lora, quantized=plan.quantized)
     if mesh is not None and mesh.fsdp is not None:
         sum_what_is_whole(model, mesh.fsdp)
     if mesh is None:
@@ -230,7 +238,7 @@ class _Plan:
     dtype: torch.dtype
     limits: Limits
     head: HeadInfo | None
-    lora: LoraReport | None = None
+    lora: AdapterReport | None = None
     outline: Any = None
     parameters: int
     stages: Cut | None = None
@@ -241,12 +249,12 @@ class _Plan:
         self._how, self._moe = how, moe
         self.device = how.get("device") or choose_device(None)
         self.mesh, self.seed = how.get("mesh"), how.get("seed", 0)
-        self.packing = packing_of(how["adapter"])
+        self.packing = packing_of(lora if isinstance(lora := how["adapter"], LoraConfig) else None)
 
     def lay_out(self, model: Any) -> None:
         adapter = self._how["adapter"]
         if adapter is not None:
-            self.lora = apply_lora(model, adapter, self.seed, self._how.get("tokens"))
+            self.lora = apply_adapter(model, adapter, self.seed, self._how.get("tokens"))
         self.dtype = model.dtype  # of its first weight, which on another stage may be one that is kept in fp32
         self.anatomy, self.limits, self.head = describe(model), limits_of(model), linear_head(model)
         tied = set(model.all_tied_weights_keys)
@@ -334,21 +342,26 @@ def build_state(
     Raises:
         as `build_network`.
     """
+    if optimizer.in_backward and (mesh := how.get("mesh")) is not None:
+        rules.check_in_backward(mesh.layout)
     network = build_network(source, moe=moe or MoeConfig(), **how)
     model = network.model
     model.train()
     if network.device.type == "cpu":
         # after loading, so that what loading freed has gone back to the system
-        mesh = network.mesh
-        tune_allocator(keep=mesh is None or mesh.layout.fsdp * mesh.layout.efsdp == 1)
+        tune_allocator(keep=network.mesh is None or network.mesh.layout.fsdp * network.mesh.layout.efsdp == 1)
     inside = tuple(f"{layer}." for layer in describe(model).layers)
     made = build_optimizer(
         model.named_parameters(),
         optimizer,
         adapters=is_adapter_weight,
         hidden_matrices=lambda name: name.startswith(inside),
+        rates=learning_rates(model, how["adapter"]),
         seed=how.get("seed", 0),
         part=network.pipeline is not None,
     )
     known = {field.name: getattr(network, field.name) for field in fields(network)}
-    return TrainState(optimizer=made, **known)
+    state = TrainState(optimizer=made, **known)
+    if optimizer.in_backward:
+        state.in_backward = InBackward(made, state.trainable, partial(square, mesh=network.mesh))
+    return state

@@ -7,6 +7,7 @@ Under tensor parallelism each rank has the logits of its own tokens, and only su
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from luthier.hf.head import HeadInfo, head_logits, linear_head
 from luthier.losses.chunks import DEFAULT_CHUNK, LOGITS_CHUNK
 from luthier.losses.cross_entropy import (
+    LogprobsFunction,
     chunked_logprobs,
     cross_entropy_from_logits,
     streamed_cross_entropy,
@@ -46,6 +48,15 @@ class Head:
         self._chunk = chunk or DEFAULT_CHUNK
         self._logits_chunk = chunk or LOGITS_CHUNK
         self._linear = linear_head(model) if linear == "find" else linear
+        self._temperature = 1.0
+
+    def at(self, temperature: float) -> Head:
+        """The head of the same model whose logits are divided by a temperature."""
+        if temperature == 1.0:
+            return self
+        other = copy.copy(self)
+        other._linear, other._temperature = None, temperature
+        return other
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,6 +110,24 @@ class Head:
         one = None if shard is None else shard.logprobs
         return chunked_logprobs(self._logits, hidden, targets, self._logits_chunk, one)
 
+    def scored(
+        self, hidden: torch.Tensor, coefficients: torch.Tensor, score: LogprobsFunction
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of coefficient x (-score), its gradient made on the way.
+
+        Args:
+            hidden: [n, hidden].
+            coefficients: [n], any sign.
+            score: score(logits, places) -> [m], of the logits [m, vocabulary] (or this rank's part of them) of a chunk,
+                and its places [m] among the n.
+
+        Returns:
+            the loss (float64 scalar, differentiable) and the scores [n] (without gradient).
+        """
+        places = torch.arange(len(hidden), device=hidden.device)
+        return cross_entropy_from_logits(self._logits, hidden, places, coefficients, self._logits_chunk, score)
+
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, vocabulary], or to this rank's part of it, by the model's own forward."""
-        return head_logits(self._model, hidden)
+        logits = head_logits(self._model, hidden)
+        return logits if self._temperature == 1.0 else logits / self._temperature

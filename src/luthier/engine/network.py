@@ -12,7 +12,7 @@ from luthier.errors import ModelError
 from luthier.parallel import context
 
 if TYPE_CHECKING:
-    from luthier.adapters import LoraReport
+    from luthier.adapters import AdapterReport
     from luthier.engine.balance import Balance
     from luthier.engine.logprobs import Head
     from luthier.hf.limits import Limits
@@ -36,7 +36,7 @@ class Network:
     """The groups of a run on several ranks; None in one process."""
     pipeline: Pipeline | None = None
     """Runs the stages of all ranks, of which the model here is some; None where every rank has all layers."""
-    lora: LoraReport | None = None
+    lora: AdapterReport | None = None
     """What was adapted, in the whole model; None in full fine-tuning."""
     row_multiple: int = 1
     """Microbatches are padded to a multiple of this many positions while they train."""

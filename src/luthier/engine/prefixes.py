@@ -28,6 +28,7 @@ from luthier.hf.forward import hidden_states, masks_itself
 from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.rotary import depends_on_length
 from luthier.hf.small import kind_of, make_small
+from luthier.hf.virtual import virtual_of
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +83,9 @@ def share(batch: Batch) -> Shared | None:
         place += stop - start
         return len(pieces) - 1
 
-    for row in batch.rows:
-        own = spans[document : document + row.documents]
-        document += row.documents
+    for unit in batch.rows:
+        own = spans[document : document + unit.documents]
+        document += unit.documents
         same = _alike([ids[start:stop] for start, stop in own]) if len(own) > 1 else 0
         if not same:
             for start, stop in own:
@@ -164,6 +165,8 @@ def _fault(network: Network) -> str:
         return "under context parallelism each rank holds a part of the row"
     if network.balance is not None:
         return "the load of experts is counted by tokens, and a shared one would count once"
+    if virtual_of(model) is not None:
+        return "what is learned in the place of text stands before every document"
     if network.packing_fault:
         return f"{name} cannot hold several documents in a row: {network.packing_fault}"
     if masks_itself(model) or network.outline.config._attn_implementation != NAME:

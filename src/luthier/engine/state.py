@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from luthier.engine.network import Network
+from luthier.optim.in_backward import InBackward
 from luthier.optim.optimizer import Optimizer
 
 
@@ -32,6 +33,8 @@ class TrainState(Network):
     """
 
     optimizer: Optimizer
+    in_backward: InBackward | None = None
+    """Updates weights while gradients are made; None where a step begins when all are there."""
     tokenizer: Any = None
     """Set by whoever loads one beside the model; the step needs none, an export takes it along."""
     counters: Counters = field(default_factory=Counters)

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from luthier.batch import Batch
 from luthier.engine.guards import first_bad_gradient
+from luthier.engine.hidden import HiddenLoss
 from luthier.engine.network import counted, held, require_readable, summed, whole
 from luthier.engine.prefixes import Shared, laid, read_off, shared_of
 from luthier.engine.state import TrainState
 from luthier.hf.forward import hidden_states
 from luthier.parallel.fsdp import within
-from luthier.parallel.norm import gradient_norm, settle
+from luthier.parallel.norm import gradient_norm, norm_of, settle
 from luthier.parallel.pipeline import Pipeline
 
-LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]
-"""loss(logprobs, batch) -> scalar. `logprobs` [T] or [T, K] holds log p(target) where the weight is not 0, else 0."""
+LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor] | HiddenLoss
+"""loss(logprobs, batch) -> scalar. `logprobs` [T] or [T, K] holds log p(target) where the weight is not 0, else 0. Or
+what reads hidden states (`engine.hidden`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,8 @@ def forward_backward_all(
     Args:
         state: whose model runs and whose gradients grow.
         batches: microbatches on any device.
-        loss: a loss of one's own; weighted cross-entropy when left out, which takes one target a position.
+        loss: a loss of one's own, of log-probabilities or of hidden states; weighted cross-entropy when left out, which
+            takes one target a position.
         all_logprobs: give log-probabilities of targets of weight 0 as well, for a forward pass of the head on these.
         share_prefixes: run what the documents of a row begin with once, where this model can (`prefixes.py`).
 
@@ -111,8 +115,10 @@ def _run(
 ) -> list[ForwardBackward]:
     if state.pipeline is not None:
         return _through_stages(state, state.pipeline, batches, ways, loss, all_logprobs)
-    pairs = zip(batches, ways, strict=True)
-    return [_forward_backward(state, batch, way, loss, all_logprobs) for batch, way in pairs]
+    *earlier, last = zip(batches, ways, strict=True)
+    found = [_forward_backward(state, batch, way, loss, all_logprobs) for batch, way in earlier]
+    with state.in_backward.armed() if state.in_backward is not None else nullcontext():
+        return [*found, _forward_backward(state, *last, loss, all_logprobs)]
 
 
 def _count(state: TrainState, batches: list[Batch]) -> None:
@@ -175,6 +181,8 @@ def _score(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """From the hidden states of a padded row, or of this rank's part of it, to the microbatch's loss and
     log-probabilities [T] or [T, K]."""
+    if isinstance(loss, HiddenLoss):
+        return loss.score(state, hidden, row, batch)
     weights = row.weights[0]
     chosen = counted(row)  # [n], none of them in the padding
     if chosen.numel() == 0:  # whoever shares weights has to take part in every collective, so with a position that
@@ -215,6 +223,7 @@ def optim_step(
     loss: float = 0.0,
     learning_rate_factor: float = 1.0,
     max_gradient_norm: float | None = None,
+    counts: bool = True,
 ) -> OptimStep:
     """Clip, update, clear the gradients and count the step.
 
@@ -224,6 +233,7 @@ def optim_step(
             gradients are.
         learning_rate_factor: multiplies the configured learning rate of every parameter group (a schedule's value).
         max_gradient_norm: gradients are scaled so that their norm is at most this; None for no clipping.
+        counts: off: the caller makes one step of several updates, of which this is not the last.
     """
     trainable = state.trainable
     if state.mesh is not None:
@@ -232,22 +242,30 @@ def optim_step(
     if state.pipeline is not None:
         state.pipeline.settle()
         counted = [parameter for name, parameter in trainable.items() if name not in state.pipeline.copies]
-    norm = gradient_norm(counted, state.mesh)
+    if state.in_backward is not None:  # weights have changed already; what is left over is of weights without a loss
+        norm = norm_of(state.in_backward.squares(), state.mesh)
+    else:
+        norm = gradient_norm(counted, state.mesh)
     finite = bool(torch.isfinite(norm)) and math.isfinite(loss)
     bad = None
-    if finite:
+    if finite and state.in_backward is None:
         clip = min(1.0, max_gradient_norm / float(norm)) if max_gradient_norm is not None and norm > 0 else 1.0
-        for group in state.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * learning_rate_factor
+        set_learning_rate(state, learning_rate_factor)
         state.optimizer.step(gradient_factor=clip)
-    else:
+    elif not finite:
         bad = first_bad_gradient(trainable)
         state.counters.skipped_steps += 1
     if state.balance is not None:
         state.balance.move_biases(applied=finite)
     state.optimizer.zero_grad(set_to_none=True)
-    state.counters.step += 1
+    state.counters.step += counts
     return OptimStep(float(norm), finite, bad)
+
+
+def set_learning_rate(state: TrainState, factor: float) -> None:
+    """Multiply the configured learning rate of every parameter group; before the backward pass for those in it."""
+    for group in state.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
 
 
 def _scatter(values: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ class Memory:
 
     Attributes:
         weights: shards of them, buffers and adapters included, tied ones once.
-        transient: weights of other ranks, gradients on their way to them, the optimizer at work.
+        transient: weights of other ranks, a quantised one unpacked, gradients on their way, the optimizer at work.
         gradients: of what trains, fp32 for bf16 weights.
         optimizer: moments, and the low bits of bf16 weights.
         activations: kept from the forward for the backward pass, of all microbatches on their way.
@@ -69,7 +69,8 @@ def memory_of(shape: ModelShape, plan: Plan, held: Held) -> Memory:
         plan: layout and batch.
         held: what this rank has.
     """
-    return Memory(*max(_moments(shape, plan, held), key=sum))
+    weights, transient, *others = max(_moments(shape, plan, held), key=sum)
+    return Memory(weights, transient + shape.dense // plan.layout.tp, *others)
 
 
 def _moments(shape: ModelShape, plan: Plan, held: Held) -> Iterator[tuple[int, ...]]:
@@ -77,7 +78,9 @@ def _moments(shape: ModelShape, plan: Plan, held: Held) -> Iterator[tuple[int, .
     resident = 0 if plan.cpu_offload else 1
     own = _own(held, plan.layout)
     weights, states = shape.buffers + resident * own.held, resident * own.states
-    inside, outside = resident * own.inside, resident * own.outside
+    # used and freed as they come, of one microbatch a layer's gradients at most are there
+    freed = plan.in_backward and plan.microbatches == 1
+    inside, outside = resident * (own.layer if freed else own.inside), resident * own.outside
     there = inside + outside if plan.microbatches > 1 else 0  # of an earlier microbatch
     full, kept = _full(plan, held), _kept(shape, plan, held)
     again = full if plan.checkpointing != "off" else 0
@@ -94,7 +97,7 @@ def _moments(shape: ModelShape, plan: Plan, held: Held) -> Iterator[tuple[int, .
         # what the head's weight gets is there before any layer's
         yield weights, 0, max(there, outside), states, flying + again, 2 * stream
         # the first layer: the other layers' activations are gone, the embedding's gradient is made beside its sum
-        yield weights, 0, inside + outside, states, last + again, 2 * stream + table
+        yield weights, 0, inside + (0 if freed else outside), states, last + again, 2 * stream + table
     else:
         there_too = fsdp.root + fsdp.root_gradient
         yield weights, there_too + fsdp.back, there, states, flying + again, 2 * stream
@@ -102,7 +105,7 @@ def _moments(shape: ModelShape, plan: Plan, held: Held) -> Iterator[tuple[int, .
         summed = there_too + fsdp.root_sum
         yield weights, summed, max(inside, there), states, last - max(kept.values(), default=0), 0
     work = (20 if shape.itemsize == 2 else 12) * min(own.trained, _PIECE[shape.cpu])
-    yield weights, resident * work, inside + outside, states, 0, 0
+    yield weights, resident * work, (0 if freed else inside) + outside, states, 0, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ class _Own:
         held: bytes of them.
         states: of their optimizer states.
         inside, outside: of the gradients of layers, and of the rest.
+        layer: of the gradients of the largest layer.
         trained: elements that train.
     """
 
@@ -120,6 +124,7 @@ class _Own:
     states: int
     inside: int
     outside: int
+    layer: int
     trained: int
 
 
@@ -131,6 +136,7 @@ def _own(held: Held, layout: Layout) -> _Own:
         states=round(root.states + sum(count * of.states for of, count in layers)),
         inside=sum(count * of.gradients for of, count in layers),
         outside=root.gradients,
+        layer=max((of.gradients for of, _ in layers), default=0),
         trained=root.trained + sum(count * of.trained for of, count in layers),
     )
 

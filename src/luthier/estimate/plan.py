@@ -32,6 +32,7 @@ class Plan:
         reshard: layers give their gathered weights back after the forward.
         sequence_parallel: norms and residuals are cut over tp.
         cpu_offload: shards of weights, gradients and moments lie in the host's memory.
+        in_backward: weights are updated while gradients are made.
         schedule: of the pipeline.
         stages_per_rank: stages that each of its ranks holds.
     """
@@ -44,6 +45,7 @@ class Plan:
     reshard: bool = True
     sequence_parallel: bool = False
     cpu_offload: bool = False
+    in_backward: bool = False
     schedule: str = "1f1b"
     stages_per_rank: int = 1
 

@@ -162,6 +162,7 @@ def _plan(config: RunConfig, parallel: ParallelConfig, layout: Layout) -> Plan:
         reshard=parallel.reshard == "always" or (parallel.reshard == "auto" and layout.pp == 1),
         sequence_parallel=parallel.sequence_parallel,
         cpu_offload=parallel.cpu_offload,
+        in_backward=config.optimizer.in_backward,
         schedule=parallel.pipeline_schedule,
         stages_per_rank=stages,
     )

@@ -27,6 +27,7 @@ from luthier.errors import ModelError
 from luthier.hf.blocked_attention import blocked_attention
 from luthier.hf.documents import Documents, active_documents, documents_of, is_channel
 from luthier.hf.shared_row import Piece, attend_shared
+from luthier.hf.virtual import BESIDE, PREFIX, with_prefix
 
 NAME = "luthier"
 """The name to give as `attn_implementation`."""
@@ -143,7 +144,18 @@ def _is_causal(mask_function: Callable[..., torch.Tensor], packed: Documents, de
 
 
 @torch.compiler.disable  # looks at documents and architectures on the host; a compiled layer is cut here
-def attention(
+def attention(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    """The attention function of "luthier", called by every attention layer; arguments and result are `attend`'s.
+
+    Adds what an adapter beside attention makes of the queries.
+    """
+    output, weights = attend(module, query, *args, **kwargs)
+    if (beside := module._modules.get(BESIDE)) is not None:
+        output = output + beside(module, query)
+    return output, weights
+
+
+def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -153,7 +165,7 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The attention function of "luthier", called by every attention layer.
+    """Attention within each document, or without documents as Transformers' own.
 
     Args:
         module: the layer's attention module; tells which architecture's own function is the fallback.
@@ -175,6 +187,10 @@ def attention(
             remedy="switch packing off (data.packing: false)",
         )
     own = own_attention(module, kwargs)
+    prefix: Any = module._modules.get(PREFIX)
+    if prefix is not None and prefix.virtual.on:
+        options = {**kwargs, "dropout": dropout, "scaling": scaling}
+        return _behind_prefix(own, packed, prefix, module, query, key, value, attention_mask, options)
     if packed is None:
         if own is not sdpa_attention_forward:
             attention_mask = _additive(attention_mask, query, key)
@@ -192,6 +208,33 @@ def attention(
     if packed.exchange is None:
         return run(module, query, key, value, mask, options, None)
     return attend_shared(run, packed, packed.exchange, module, query, key, value, mask, options), None
+
+
+def _behind_prefix(
+    own: Attention,
+    packed: Documents | None,
+    prefix: torch.nn.Module,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of a packed row each of whose documents also meets keys and values that stand before it.
+
+    Shapes are those of `attend`; the mask is the channel.
+    """
+    if packed is None or packed.exchange is not None or not is_channel(mask) or "position_bias" in options:
+        what = f"{type(module).__name__} does more than attend to all that is before, which a prefix cannot stand in"
+        raise ModelError(what, where="attention", remedy="take another kind of adapter")
+    keys, values = with_prefix(prefix, key, value, packed.spans)
+    count = (keys.shape[2] - key.shape[2]) // len(packed.spans)
+    pieces = [
+        Piece(slice(start, stop), slice(start, stop), slice(start + count * number, stop + count * (number + 1)))
+        for number, (start, stop) in enumerate(packed.spans)
+    ]
+    return _whole_row(own, packed, module, query, keys, values, None, options, pieces)
 
 
 def _whole_row(

@@ -21,13 +21,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from luthier.batch import Batch, Sample
 from luthier.errors import ModelError, first_line
 from luthier.hf.anatomy import backbone_name
 from luthier.hf.attention import takes_attention
+from luthier.hf.forward import hidden_states
 from luthier.hf.lean import LeanRows
 from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.slots import Prefix, Rows, SlotRows, run_backbone, taken
 from luthier.hf.small import Kind, kind_of, make_small
+from luthier.hf.virtual import virtual_of
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +91,18 @@ class WholeRows(_Texts):
         return run_backbone(self._model, ids, positions, None)[0]
 
 
+class VirtualRows(WholeRows):
+    """`WholeRows` of a model that has something before its texts, or beside their attention.
+
+    Args:
+        model: any causal language model.
+    """
+
+    def _run(self, tokens: Sequence[int]) -> Tensor:
+        sample = Sample.from_ids([*tokens, 0], [0.0] * (len(tokens) + 1))
+        return hidden_states(self._model, Batch.pack([sample]).to(self._model.device))
+
+
 class AloneRows(_Texts):
     """`Rows` of which each has a cache of the model's own making.
 
@@ -135,6 +150,8 @@ def rows_of(model: PreTrainedModel) -> Rows:
     Args:
         model: loaded, adapters in place or not.
     """
+    if virtual_of(model) is not None:
+        return VirtualRows(model)
     return _WAYS[way_of(model)](model)
 
 

@@ -22,6 +22,7 @@ from luthier.hf.documents import Documents, documents
 from luthier.hf.head import head_logits
 from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.routing import counted
+from luthier.hf.virtual import lengthened, plainly, virtual_of
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +39,12 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """
     backbone = getattr(model, backbone_name(model))
     arguments: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
+    kept = None
+    if (virtual := virtual_of(model)) is not None:
+        batch, kept = lengthened(batch, virtual)
+        arguments["position_ids"] = batch.position_ids
+        if virtual.prepare is not None:
+            virtual.prepare(model)
     if batch.parents:
         # without a mask Transformers would take the second answer to a prompt for a document of its own
         arguments["attention_mask"] = torch.ones_like(batch.input_ids, dtype=torch.bool)
@@ -48,7 +55,7 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
         output = backbone(input_ids=batch.input_ids, **arguments)
     hidden = output[0]
     assert isinstance(hidden, torch.Tensor)
-    return hidden[0]
+    return hidden[0] if kept is None else hidden[0, kept]
 
 
 def masks_itself(model: PreTrainedModel) -> bool:
@@ -94,6 +101,11 @@ def packing_is_exact(model: PreTrainedModel) -> tuple[bool, str]:
     Returns:
         (True, "") or (False, the reason as a clause: "its documents see one another").
     """
+    with plainly(model):
+        return _packing_is_exact(model)
+
+
+def _packing_is_exact(model: PreTrainedModel) -> tuple[bool, str]:
     batch = _probe(model)
     training = model.training
     model.eval()

@@ -13,6 +13,7 @@ from torch import nn
 
 from luthier.batch import Batch
 from luthier.errors import DataError
+from luthier.hf.virtual import virtual_of
 
 _POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)$")
 
@@ -70,7 +71,10 @@ def limits_of(model: Any) -> Limits:
         if isinstance(module, nn.Embedding) and module is not embedding and _POSITIONS.search(name)
     ]
     vocabulary = int(getattr(embedding, "vocabulary", embedding.weight.shape[0]))  # rows of new tokens stand beside
-    return Limits(vocabulary, min(tables, default=None))
+    positions = min(tables, default=None)
+    if positions is not None and (virtual := virtual_of(model)) is not None:
+        positions -= virtual.length
+    return Limits(vocabulary, positions)
 
 
 def _row(batch: Batch, position: int) -> str | None:

@@ -173,8 +173,6 @@ def carry_template(path: str, where: str, draft: Draft) -> None:
 
 def _adapter(lora: LoraConfig, draft: Draft) -> dict[str, Any]:
     at = f"{AT}.peft_config"
-    if lora.quantize_base:
-        draft.refuse(f"{at}.quantize_base", "is not offered yet", "leave it out: the base then stays in dtype")
     target = _targets(lora, draft)
     adapter: dict[str, Any] = {"kind": "lora", "target": target}
     for name in ("rank", "alpha", "dropout"):
@@ -184,6 +182,9 @@ def _adapter(lora: LoraConfig, draft: Draft) -> dict[str, Any]:
     if lora.use_dora is not None:
         adapter["dora"] = lora.use_dora
         draft.origins["adapter.dora"] = f"{at}.use_dora"
+    if lora.quantize_base:
+        adapter["quantize"] = "nf4"
+        draft.origins["adapter.quantize"] = f"{at}.quantize_base"
     return adapter
 
 

@@ -51,6 +51,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, seed: int = 0) -> None:
         self._names: dict[Tensor, str] = {}
+        self._ordinals: dict[Tensor, int] = {}
         self._seed = seed
         plain = []
         for group in groups:
@@ -65,23 +66,28 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closure: Callable[[], Tensor] | None = None, *, gradient_factor: float | Tensor = 1.0
+        self,
+        closure: Callable[[], Tensor] | None = None,
+        *,
+        gradient_factor: float | Tensor = 1.0,
+        only: Tensor | None = None,
     ) -> Tensor | None:
         """Update every parameter that has a gradient; gradients may be of any floating dtype and stay as they are.
 
         Args:
             closure: computes the loss again, as torch allows; its result is returned.
             gradient_factor: multiplies all gradients on the way (clipping), a number or a scalar tensor.
+            only: update this parameter alone.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         generators: dict[torch.device, torch.Generator] = {}
-        ordinal = 0
+        ordinal = 0 if only is None else self._ordinal(only)
         for group in self.param_groups:
             rule = RULES[group["rule"]]
-            for pieces in self._pieces(group, rule):
+            for pieces in self._pieces(group, rule, only):
                 device = pieces[0].weight.device
                 generator = generators.setdefault(device, torch.Generator(device))
                 generator.manual_seed(_mixed_seed(self._seed, pieces[0].step, ordinal))
@@ -124,11 +130,17 @@ class Optimizer(torch.optim.Optimizer):
                 elif other is not value:
                     value.copy_(other)
 
-    def _pieces(self, group: dict[str, Any], rule: Rule) -> Iterator[list[_Piece]]:
+    def _ordinal(self, parameter: Tensor) -> int:
+        """A number far from those of other parameters, for the random bits of one that is updated alone."""
+        if not self._ordinals:
+            self._ordinals = {one: number << 32 for number, one in enumerate(self._names, 1)}
+        return self._ordinals[parameter]
+
+    def _pieces(self, group: dict[str, Any], rule: Rule, only: Tensor | None) -> Iterator[list[_Piece]]:
         """Lists of pieces that are updated together: one device, one dtype, at most a cacheful."""
         kinds: dict[tuple[torch.device, torch.dtype], list[_Piece]] = {}
         for parameter in group["params"]:
-            if parameter.grad is None:
+            if parameter.grad is None or (only is not None and parameter is not only):
                 continue
             states = self.state[parameter]
             states["step"] += 1

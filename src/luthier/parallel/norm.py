@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,24 +38,30 @@ def gradient_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) 
     Returns:
         float64 scalar, on the host's CPU when there are no gradients. NaN or infinite when a gradient is.
     """
-    norms = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        share = 1.0
-        if mesh is not None:
-            share = _distinct(gradient) / mesh.stage_ranks
-        local = local_part(gradient)
-        # Norms in the gradient's own dtype lose digits in bf16; vector_norm widens inside its one pass over memory.
-        widest = torch.float64 if local.dtype == torch.float64 else torch.float32
-        norms.append(torch.linalg.vector_norm(local, dtype=widest).double() * math.sqrt(share))
-    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+    return norm_of([square(p.grad, mesh) for p in parameters if p.grad is not None], mesh)
+
+
+def square(gradient: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
+    """The square of a gradient's 2-norm, of which every rank counts what it holds, a copy as its share.
+
+    Returns:
+        float64 scalar.
+    """
+    share = 1.0 if mesh is None else _distinct(gradient) / mesh.stage_ranks
+    local = local_part(gradient)
+    # Norms in the gradient's own dtype lose digits in bf16; vector_norm widens inside its one pass over memory.
+    widest = torch.float64 if local.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(local, dtype=widest).double().square() * share
+
+
+def norm_of(squares: Sequence[torch.Tensor], mesh: Mesh | None = None) -> torch.Tensor:
+    """2-norm from the squares that `square` gave, on several ranks of all of them, which all call it."""
+    total = torch.stack(list(squares)).sum() if squares else torch.zeros((), dtype=torch.float64)
     if mesh is None:
-        return total
-    squared = total.square().to(mesh.device)
-    dist.all_reduce(squared)
-    return squared.sqrt()
+        return total.sqrt()
+    total = total.to(mesh.device)
+    dist.all_reduce(total)
+    return total.sqrt()
 
 
 def _distinct(gradient: torch.Tensor) -> int:

@@ -23,6 +23,21 @@ REFUSALS: dict[str, Callable[[Any, int], str | None]] = {
 """Degree -> refusal(model, degree): the reason as a clause, or None. Data parallelism cuts any model."""
 
 
+def check_in_backward(layout: Layout) -> None:
+    """Refuse layouts whose gradients are not whole when a backward pass ends.
+
+    Raises:
+        ConfigError: it has tp, cp, pp or ep; names the degrees.
+    """
+    named = [name for name in ("tp", "cp", "pp", "ep") if getattr(layout, name) > 1]
+    if named:
+        raise ConfigError(
+            f"gradients under {' and '.join(named)} are put together after the backward pass",
+            where="optimizer.in_backward",
+            remedy="leave it out, or take dp_shard and dp_replicate alone",
+        )
+
+
 def check(model: Any, layout: Layout, stages_per_rank: int = 1) -> None:
     """Refuse a layout that the model's mathematics does not admit.
 
@@ -39,8 +54,9 @@ def check(model: Any, layout: Layout, stages_per_rank: int = 1) -> None:
     def reason(name: str, degree: int) -> str | None:
         if degree == 1:
             return None
-        if why := getattr(model, "refused_layouts", {}).get(name):  # by what is beside the weights
-            return str(why)
+        why = getattr(model, "refused_layouts", {}).get(name)  # by what is beside the weights
+        if why is not None and (said := why(degree) if callable(why) else why):
+            return str(said)
         if name == "pp":
             return cuttable.refusal(model, degree, stages_per_rank)
         return REFUSALS[name](model, degree)

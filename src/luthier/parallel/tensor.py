@@ -202,6 +202,12 @@ def _lie(modules: dict[str, nn.Module], styles: dict[str, str], name: str, key: 
         return lie_of_adapter(styles.get(parent), leaf)
     if leaf == "token_adapter":  # rows of single tokens: the table's are used alike by all, a cut head's each in part
         return Lie(Replicate(), partial=styles.get(parent) in COLWISE)
+    if leaf == "virtual_tokens":
+        return Lie(Replicate())
+    if leaf == "attention_prefix":  # by heads, as what makes keys and values
+        return Lie(Shard(0))
+    if leaf == "adaption":  # the gate is used by each rank for its own heads
+        return Lie(Replicate(), partial=key == "gate")
     style = styles.get(f"{name}.{key}", styles.get(name))
     shape = linear_shape(modules[name])
     how = lie(style, key, parameter, transposed=shape is not None and shape.transposed)

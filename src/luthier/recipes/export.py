@@ -76,6 +76,8 @@ def export_state(
         form: as of `export`.
         measured: losses for the model card.
     """
+    if form is None and config.adapter is not None and config.adapter.kind != "lora":
+        form = "adapter"  # there is no weight that it could be in
     if form == "adapter" and state.lora is None:
         raise ConfigError("this run trained no adapter", where="--adapter", remedy="leave it out for the whole model")
     tokenizer = state.tokenizer

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from luthier.adapters import Merging, save_peft
 from luthier.adapters.rows import add_tokens
 from luthier.batch import Batch, Sample
-from luthier.config import DataConfig, GenerationConfig, LoraConfig, OptimizerConfig, SourceConfig
+from luthier.config import AdapterConfig, DataConfig, GenerationConfig, LoraConfig, OptimizerConfig, SourceConfig
 from luthier.config.sections import AdamWConfig
 from luthier.config.suggest import nearest
 from luthier.data.loader import Rows, build_rows
@@ -33,7 +33,7 @@ from luthier.recipes.generate import answer, stops_of
 def load(
     model: str,
     *,
-    adapter: LoraConfig | None = None,
+    adapter: AdapterConfig | None = None,
     optimizer: OptimizerConfig | None = None,
     precision: Precision | None = None,
     device: str | None = None,
@@ -60,10 +60,11 @@ def load(
     """
     source = resolve(model)
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    named = adapter.new_tokens if isinstance(adapter, LoraConfig) else []
     state = build_state(
         source,
         adapter=adapter,
-        tokens=add_tokens(tokenizer, adapter.new_tokens) if adapter is not None and adapter.new_tokens else None,
+        tokens=add_tokens(tokenizer, named) if named else None,
         optimizer=optimizer or AdamWConfig(),
         precision=precision,
         device=choose_device(device),

@@ -16,7 +16,7 @@ import torch
 
 from luthier.data.loader import StepBatch, StreamRows
 from luthier.engine.guards import bad_rows, first_bad_weight, non_finite_error
-from luthier.engine.step import ForwardBackward, optim_step
+from luthier.engine.step import ForwardBackward, optim_step, set_learning_rate
 from luthier.launch import STEP_TIMEOUT, GarbageCollection, any_rank, set_timeout, unhurried
 from luthier.optim.schedules import factor
 from luthier.recipes.export import export_state
@@ -61,11 +61,12 @@ def loop(run: Run, take_step: TakeStep, measure: Measure) -> None:
         Profiler(config.train.profile, run.directory.profile) as profiler,
     ):
         for batch in run.loader:
+            set_learning_rate(state, factor(state.counters.step, run.total, config.schedule))
             with profiler.step(state.counters.step + 1):
                 measured = take_step(run, batch)
             set_timeout(STEP_TIMEOUT)
             garbage.step(state.counters.step)
-            run.report.step(state.counters, batch, measured)
+            run.report.step(state.counters, run.taken or batch, measured)
             last = state.counters.step == run.total
             if run.held_out is not None and (last or due(config.evaluation.every, state.counters.step)):
                 run.report.validation(state.counters.step, measure(run))
@@ -76,13 +77,16 @@ def loop(run: Run, take_step: TakeStep, measure: Measure) -> None:
                 break
 
 
-def update(run: Run, batch: StepBatch, outputs: Sequence[ForwardBackward]) -> dict[str, float]:
+def update(
+    run: Run, batch: StepBatch, outputs: Sequence[ForwardBackward], *, ends_step: bool = True
+) -> dict[str, float]:
     """New weights from the gradients of a global batch, and the counting that belongs to a step.
 
     Args:
         run: whose weights change.
         batch: the global batch, or this rank's part of it.
         outputs: what `forward_backward_all` gave for its microbatches.
+        ends_step: off: another update of the same step is to come, and nothing is counted yet.
 
     Returns:
         loss, gradient_norm and learning_rate.
@@ -95,10 +99,18 @@ def update(run: Run, batch: StepBatch, outputs: Sequence[ForwardBackward]) -> di
     total = torch.stack([output.loss for output in outputs]).sum()
     loss = float(total if state.mesh is None else state.mesh.sum(total))
     rate = factor(state.counters.step, run.total, config.schedule)
-    done = optim_step(state, loss=loss, learning_rate_factor=rate, max_gradient_norm=config.train.max_gradient_norm)
-    state.counters.rows += batch.rows
-    state.counters.tokens += batch.tokens
-    state.counters.trained_tokens += batch.trained_tokens
+    done = optim_step(
+        state,
+        loss=loss,
+        learning_rate_factor=rate,
+        max_gradient_norm=config.train.max_gradient_norm,
+        counts=ends_step,
+    )
+    run.taken = batch
+    if ends_step:
+        state.counters.rows += batch.rows
+        state.counters.tokens += batch.tokens
+        state.counters.trained_tokens += batch.trained_tokens
     run.course.loss = loss
     run.course.skips = 0 if done.applied else run.course.skips + 1
     if not done.applied:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from luthier.config import RunConfig
 from luthier.data.loader import StepBatch
+from luthier.errors import ConfigError
 from luthier.recipes.run import Resume, Run
 
 
@@ -43,6 +44,16 @@ def recipe_of(config: RunConfig) -> Recipe:
             from luthier.recipes import kto
 
             return kto
+        case "grpo":
+            from luthier.recipes import grpo
+
+            return grpo
+        case "distill":
+            from luthier.recipes import distill
+
+            return distill
+        case name:
+            raise ConfigError(f"{name} cannot train yet", where="method")
 
 
 def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:

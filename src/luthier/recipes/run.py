@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from luthier.config import RunConfig
-from luthier.data.loader import Loader, LoaderState, Rows, StreamRows
+from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, StreamRows
 from luthier.engine import randomness
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, random_states, read_record, reading
 from luthier.engine.initial import Initial
@@ -75,6 +75,18 @@ class Run:
     reference: np.ndarray | None = None
     """Of training rows, the reference's log-probabilities of their answers; a recipe finds them when it needs them."""
     held_out_reference: np.ndarray | None = None
+    taken: StepBatch | None = None
+    """What the newest step was taken with."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What a recipe has made ready for all its steps, by name."""
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` gave when it was asked for first; making it leaves the random state as it was."""
+        if name not in self.kept:
+            states = randomness.capture()
+            self.kept[name] = make()
+            randomness.restore(states)
+        return self.kept[name]
 
     @property
     def data(self) -> dict[str, Any]:

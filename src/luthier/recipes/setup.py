@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from luthier.adapters import adapter_of_files
+from luthier.adapters.learned_files import kind_of_files
 from luthier.adapters.peft_config import read_peft_config
 from luthier.adapters.rows import NewTokens, add_tokens, merge_rows
 from luthier.batch import Batch
@@ -48,9 +50,11 @@ def tokenizer_of(config: RunConfig, adapter: Path | None = None) -> Any:
         config: of the run.
         adapter: a directory of PEFT files; if these have rows of single tokens, their tokenizer knows which.
     """
+    if adapter is None and isinstance(config.adapter, LoraConfig) and config.adapter.start_from is not None:
+        adapter = Path(config.adapter.start_from)
     if config.tokenizer is None and adapter is not None and (adapter / "tokenizer_config.json").is_file():
         with suppress(ModelError):  # whoever reads the weights says what is wrong with these files
-            if read_peft_config(adapter).tokens:
+            if kind_of_files(adapter) == "lora" and read_peft_config(adapter).tokens:
                 config = config.model_copy(update={"tokenizer": str(adapter)})
     return _tokenizers(config)[0]
 
@@ -62,7 +66,7 @@ def _tokenizers(config: RunConfig) -> tuple[Any, NewTokens | None]:
         chat_template=config.data.chat_template,
         trust_remote_code=config.trust_remote_code,
     )
-    named = config.adapter.new_tokens if config.adapter is not None else []
+    named = config.adapter.new_tokens if isinstance(config.adapter, LoraConfig) else []
     return tokenizer, add_tokens(tokenizer, named) if named else None
 
 
@@ -123,7 +127,7 @@ def state_of(config: RunConfig, device: torch.device, mesh: Mesh | None = None) 
         from_scratch=config.from_scratch,
         trust_remote_code=config.trust_remote_code,
         seed=config.seed,
-        tokens=_tokenizers(config)[1] if config.adapter is not None and config.adapter.new_tokens else None,
+        tokens=_tokenizers(config)[1] if isinstance(config.adapter, LoraConfig) and config.adapter.new_tokens else None,
         activation_checkpointing=config.train.activation_checkpointing,
         compile_layers=config.train.compile,
         mesh=mesh,
@@ -138,7 +142,7 @@ def inference_network(
     """A config's model without what its training would add, or with the adapters of a directory of PEFT files."""
     network = build_network(
         model_source(config),
-        adapter=LoraConfig(start_from=str(adapter)) if adapter is not None else None,
+        adapter=adapter_of_files(adapter) if adapter is not None else None,
         precision=config.train.precision,
         device=device,
         attention=config.train.attention,
@@ -169,10 +173,11 @@ def held_out_batches(network: Network, rows: Rows, config: RunConfig) -> Iterato
 def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:
     """What a checkpoint must have been taken of for this run to go on with it; the loader checks data and batch."""
     adapter = config.adapter.model_dump(mode="json") if config.adapter is not None else {}
+    kind = config.adapter.kind if config.adapter is not None else "none"
     group = dist.group.WORLD if state.mesh is not None else None
     return {
         "model": model_digest(state.model, group),  # not its name: directories are moved
-        "adapter": "LoRA" if config.adapter is not None else "none",
+        "adapter": {"none": "none", "lora": "LoRA"}.get(kind, kind),
         **{f"adapter.{key}": value for key, value in adapter.items()},
         "method": config.method.name,
         "optimizer.name": config.optimizer.name,

@@ -26,7 +26,13 @@ def model_card(config: RunConfig, measured: Mapping[str, Any], *, form: Literal[
     header = ["---", f"library_name: {'peft' if form == 'adapter' else 'transformers'}"]
     if _HUB_ID.fullmatch(config.model):
         header += [f"base_model: {config.model}"]
-    header += ["pipeline_tag: text-generation", "tags:", "- luthier", *(["- lora"] if config.adapter else []), "---"]
+    header += [
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- luthier",
+        *([f"- {config.adapter.kind}"] if config.adapter else []),
+        "---",
+    ]
     parts = [
         "\n".join(header),
         f"# {config.output.name or 'Fine-tuned model'}",
@@ -56,11 +62,16 @@ def public_name(path: str) -> str:
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
 
 
+_KINDS = {"prompt": "Prompt tuning", "prefix": "Prefix tuning", "adaption_prompt": "A LLaMA-Adapter"}
+
+
 def _method(config: RunConfig) -> str:
     if config.from_scratch:
         return "Training from random weights by the architecture"
     if config.adapter is None:
         return "Full fine-tuning"
+    if config.adapter.kind != "lora":
+        return f"{_KINDS[config.adapter.kind]}, which learns in the place of text,"
     return f"LoRA fine-tuning (rank {config.adapter.rank} on {', '.join(config.adapter.target)})"
 
 
@@ -97,7 +108,10 @@ def _settings(config: RunConfig) -> list[tuple[str, str]]:
     ]
     if train.precision:
         settings.append(("precision", train.precision))
-    if (adapter := config.adapter) is not None:
+    if (adapter := config.adapter) is not None and adapter.kind != "lora":
+        sizes = adapter.model_dump(exclude={"start_from", "dtype"}, exclude_none=True)
+        settings.append(("adapter", ", ".join(f"{key} {value}" for key, value in sizes.items())))
+    elif adapter is not None:
         alpha = adapter.alpha or 2.0 * adapter.rank
         scale = "alpha / sqrt(rank)" if adapter.rslora else "alpha / rank"
         settings.append(

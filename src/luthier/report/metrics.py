@@ -27,6 +27,19 @@ METRICS: dict[str, Metric] = {
     "reward_margin": Metric("", "the first less the second"),
     "reward_accuracy": Metric("", "share of this step's pairs in which the preferred answer has the higher reward"),
     "divergence": Metric("nats", "how far the model is from its reference, as kto estimates it on this step's rows"),
+    "reward": Metric("", "grpo: mean weighted sum of the rewards of this step's answers"),
+    "reward_std": Metric("", "grpo: its standard deviation over this step's answers"),
+    "reward/*": Metric("", "grpo: mean of one reward function over the answers that it had a say about"),
+    "completion_length": Metric("tokens", "grpo: mean length of this step's answers, the end included"),
+    "truncated": Metric("", "grpo: share of answers that were cut at max_new_tokens"),
+    "filtered_groups": Metric("groups", "grpo: left out of this step since their rewards were all equal"),
+    "resampled_groups": Metric("groups", "grpo: sampled again in this step since their rewards were all equal"),
+    "equal_groups": Metric("", "grpo: share of groups whose rewards were all equal"),
+    "clip_low": Metric("", "grpo: share of tokens (ratio: sequence: of answers) clipped below, which train no more"),
+    "clip_high": Metric("", "grpo: the same above"),
+    "kl": Metric(
+        "nats a token", "grpo: estimate of the divergence from the base (http://joschu.net/blog/kl-approx.html)"
+    ),
     "gradient_norm": Metric("", "2-norm of all gradients together, before clipping"),
     "learning_rate": Metric("", "what this step was taken with"),
     "rows": Metric("rows", "trained on so far"),
@@ -50,6 +63,15 @@ METRICS: dict[str, Metric] = {
     "validation_reward_accuracy": Metric("", "share of validation pairs whose preferred answer has the higher reward"),
     "validation_divergence": Metric("nats", "divergence on the validation rows"),
 }
+
+
+def known(name: str) -> bool:
+    """Whether the table has a column, by its own name or as one of a family.
+
+    >>> known("loss"), known("reward/correct"), known("nonsense")
+    (True, True, False)
+    """
+    return name in METRICS or f"{name.partition('/')[0]}/*" in METRICS
 
 
 def table() -> str:

@@ -39,6 +39,12 @@ def verify(config: RunConfig, *, tiny: bool, nproc: int | None = None) -> tuple[
         ConfigError: the layout does not admit the model, or is not for so many processes.
         UserError: there is an adapter, and PEFT, which it is compared with, is not installed.
     """
+    if config.adapter is not None and config.adapter.kind != "lora":
+        what = f"adapters of kind {config.adapter.kind} have no reference here"
+        raise ConfigError(what, where="adapter.kind", remedy="verify the layout with kind: lora")
+    if config.adapter is not None and config.adapter.new_tokens:
+        what = "rows of single tokens have no reference here"
+        raise ConfigError(what, where="adapter.new_tokens", remedy="leave it out")
     if config.adapter is not None and config.adapter.dropout:
         raise ConfigError("dropout cannot be compared", where="adapter.dropout", remedy="set it to 0")
     if config.adapter is not None:

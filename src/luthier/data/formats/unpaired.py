@@ -74,7 +74,7 @@ class UnpairedFormat:
 class PromptFormat:
     """Rows of `prompt` (text or messages) or of `messages` alone, up to where an answer begins; nothing trains.
 
-    Every other column is kept in `Sample.meta`, for functions that judge answers.
+    The row is kept in `Sample.meta` for functions that judge answers, its prompt under `prompt`.
     """
 
     kind: Kind = "prompts"
@@ -97,7 +97,7 @@ class PromptFormat:
         ids = np.array(self._answers.prompt_ids(found, row), np.int64)
         if not len(ids):
             return None
-        kept = {key: value for key, value in row.items() if key != name}
+        kept = {"prompt": found, **{key: value for key, value in row.items() if key != name}}
         try:
             json.dumps(kept, allow_nan=False)
         except (TypeError, ValueError) as error:

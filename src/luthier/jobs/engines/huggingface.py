@@ -65,7 +65,10 @@ def refusals(run: RunConfig) -> Iterator[ConfigError]:
         if sources is not None and len({source.train_on_input for source in sources}) > 1:
             yield _refusal(f"data.{name}", "differ in train_on_input, which SFTTrainer has for all rows alike", _OWN)
     if run.adapter is not None:
-        yield from _adapter(run.adapter)
+        if run.adapter.kind == "lora":
+            yield from _adapter(run.adapter)
+        else:
+            yield _refusal("adapter.kind", f"SFTTrainer is given LoRA, not {run.adapter.kind}", _OWN)
         if run.checkpoint.trainable_only is False:
             yield _refusal("checkpoint.trainable_only", "is what PEFT always does with adapters", "leave it out")
 
@@ -98,6 +101,10 @@ def _adapter(adapter: LoraConfig) -> Iterator[ConfigError]:
             yield _refusal("adapter.target", "PEFT knows no role experts", "name the modules")
         elif not _NAME.fullmatch(name) and len(adapter.target) > 1:
             yield _refusal("adapter.target", f"PEFT takes a pattern ({name}) only by itself", "use one pattern for all")
+    if adapter.init not in ("default", "gaussian", "orthogonal"):
+        yield _refusal("adapter.init", f"SFTTrainer's export of {adapter.init} is for another base", _OWN)
+    if adapter.learning_rate_ratio is not None:
+        yield _refusal("adapter.learning_rate_ratio", "SFTTrainer has one learning rate", _OWN)
     for name in adapter.train_modules:
         if not _NAME.fullmatch(name):
             yield _refusal("adapter.train_modules", f"PEFT takes names and no patterns ({name})", "name the modules")
@@ -129,7 +136,8 @@ _FIELDS: list[tuple[str, _Allowed, str, str]] = [
         "rename it",
     ),
     ("adapter.start_from", (None,), "SFTTrainer begins with new adapters", _OWN),
-    ("adapter.new_tokens", ([],), "SFTTrainer adds no tokens to a tokenizer", _OWN),
+    ("adapter.new_tokens", (None, []), "SFTTrainer adds no tokens to a tokenizer", _OWN),
+    ("adapter.quantize", (None,), "SFTTrainer is given plain weights", _OWN),
     ("adapter.dtype", (None, "fp32"), "PEFT keeps adapters in fp32", "leave it out"),
     (
         "optimizer.name",

@@ -90,7 +90,7 @@ def train(config: RunConfig) -> int:
         if config.evaluation.rows is not None:
             held_out = held_out.select(range(min(config.evaluation.rows, len(held_out))))
     adapter = None
-    if config.adapter is not None:
+    if config.adapter is not None and config.adapter.kind == "lora":  # others were refused
         alpha: Any = config.adapter.alpha or 2 * config.adapter.rank  # PEFT says int, and divides
         adapter = LoraConfig(
             r=config.adapter.rank,
@@ -98,6 +98,7 @@ def train(config: RunConfig) -> int:
             lora_dropout=config.adapter.dropout,
             use_rslora=config.adapter.rslora,
             use_dora=config.adapter.dora,
+            init_lora_weights=True if config.adapter.init == "default" else config.adapter.init,  # type: ignore[arg-type]
             target_modules=targets(config.adapter),
             modules_to_save=list(config.adapter.train_modules) or None,
             task_type="CAUSAL_LM",

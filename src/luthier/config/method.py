@@ -1,0 +1,25 @@
+"""What every way of training has, whatever it minimises."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from luthier.config.kinds import Kind
+from luthier.config.sections import Section
+
+if TYPE_CHECKING:
+    from luthier.config.run import RunConfig
+
+
+class Method(Section):
+    """A way of training."""
+
+    rows: ClassVar[Kind] = "documents"
+    """What a row of the data has to be."""
+
+    def check(self, run: RunConfig) -> None:
+        """Refuse what this way of training cannot go with.
+
+        Raises:
+            ValueError: of what does not go together.
+        """

@@ -1,0 +1,41 @@
+"""Learning from another model: distillation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from luthier.config.method import Method
+from luthier.config.sections import Fraction, PathText
+
+if TYPE_CHECKING:
+    from luthier.config.run import RunConfig
+
+
+class DistillConfig(Method):
+    """Distillation: the model is to say what a teacher of the same vocabulary would, token by token, on the rows."""
+
+    name: Literal["distill"]
+    teacher: PathText
+    """Named as `model` is; its vocabulary must be the model's."""
+    teacher_revision: str | None = None
+    """Branch, tag or commit of a Hub model."""
+    teacher_adapter: PathText | None = None
+    """A directory of PEFT files to put on the teacher."""
+    divergence: Literal["forward", "reverse", "symmetric", "jsd"] = "forward"
+    """Of teacher and student: KL(teacher, student), KL(student, teacher), the mean of both, or Jensen and Shannon's."""
+    beta: Fraction = 0.5
+    """Of jsd: beta KL(teacher, M) + (1 - beta) KL(student, M), M = beta teacher + (1 - beta) student; as in TRL."""
+    temperature: Annotated[float, Field(ge=1e-3)] = 1.0
+    """Divides the logits of both before they are compared."""
+    cross_entropy: Fraction = 0.0
+    """Share of the cross-entropy of the rows' own tokens in the loss."""
+    top_k: PositiveInt | None = None
+    """Compare the teacher's so many likeliest tokens, and all others together as one; the whole vocabulary when left
+    out."""
+
+    def check(self, run: RunConfig) -> None:
+        """Refuse a beta that nothing reads."""
+        if "beta" in self.model_fields_set and self.divergence != "jsd" and self.beta != 0.5:
+            raise ValueError(f"method.beta is of jsd, and the divergence is {self.divergence}; leave it out")

@@ -1,0 +1,124 @@
+"""Distillation: `method: distill`. Supervised fine-tuning whose targets are a teacher's whole distributions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from luthier.config import LoraConfig, RunConfig
+from luthier.config.teaching import DistillConfig
+from luthier.data.loader import StepBatch
+from luthier.engine.build import build_network
+from luthier.engine.distill import Distillation
+from luthier.engine.state import TrainState
+from luthier.engine.step import forward_backward_all
+from luthier.errors import ConfigError
+from luthier.hf.source import ModelSource, resolve
+from luthier.hf.tokenizer import load_tokenizer
+from luthier.recipes.loop import finish, loop, update
+from luthier.recipes.run import Resume, Run, opened
+from luthier.recipes.setup import model_source
+from luthier.recipes.sft import measure
+from luthier.report.progress import stage
+
+__all__ = ["measure", "take_step", "train"]
+
+
+def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:
+    """Run a config to its end, or go on with it; as `sft.train`. What is measured on held-out rows is their
+    cross-entropy, whatever the divergence.
+
+    Raises:
+        ConfigError: the teacher has another vocabulary.
+    """
+    assert isinstance(config.method, DistillConfig)
+    require_same_vocabulary(config, config.method)
+    with opened(config, resume) as run:
+        loop(run, take_step, measure)
+        return finish(run)
+
+
+def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
+    """One optimizer step: the weighted mean of the divergences of the trained tokens of a global batch.
+
+    Returns:
+        loss (nats a token), gradient_norm and learning_rate.
+
+    Raises:
+        NonFiniteError: as of `update`.
+    """
+    loss = run.once("distillation", lambda: distillation(run.config, run.state))
+    share = 1 / batch.total_weight if batch.total_weight else 0.0
+    microbatches = [microbatch.scaled(share) for microbatch in batch.microbatches]
+    outputs = forward_backward_all(run.state, microbatches, loss)
+    return update(run, batch, outputs)
+
+
+def distillation(config: RunConfig, state: TrainState) -> Distillation:
+    """The loss of a config, its teacher loaded whole beside what trains.
+
+    Raises:
+        ConfigError: the teacher's head has other tokens.
+        ModelError: it cannot be read.
+    """
+    method = config.method
+    assert isinstance(method, DistillConfig)
+    adapter = method.teacher_adapter
+    with stage("loading the teacher"):
+        teacher = build_network(
+            _source(method),
+            adapter=LoraConfig(start_from=str(Path(adapter))) if adapter else None,
+            precision=config.train.precision,
+            device=state.device,
+            attention=config.train.attention,
+            trust_remote_code=config.trust_remote_code,
+            seed=config.seed,
+        )
+    teacher.model.eval().requires_grad_(False)
+    sizes = [_outputs(model) for model in (state.outline, teacher.model)]
+    if sizes[0] != sizes[1]:
+        what = f"it gives logits of {sizes[1]:,} tokens, and the model of {sizes[0]:,}"
+        raise ConfigError(what, where="method.teacher", remedy="take a teacher of the same vocabulary")
+    return Distillation(
+        teacher,
+        kind=method.divergence,
+        beta=method.beta,
+        temperature=method.temperature,
+        cross_entropy=method.cross_entropy,
+        top_k=method.top_k,
+    )
+
+
+def require_same_vocabulary(config: RunConfig, method: DistillConfig) -> None:
+    """Refuse a teacher whose tokens mean something else, before any weights are read.
+
+    Raises:
+        ConfigError: names the first token that differs.
+    """
+    own = load_tokenizer(
+        model_source(config), tokenizer=config.tokenizer, trust_remote_code=config.trust_remote_code
+    ).get_vocab()
+    others = load_tokenizer(_source(method), trust_remote_code=config.trust_remote_code).get_vocab()
+    if own == others:
+        return
+    differing = sorted((own.get(token, others.get(token, 0)), token) for token in own.keys() | others.keys())
+    token = next(token for _, token in differing if own.get(token) != others.get(token))
+    told = [
+        f"has {token!r} at {place}" if place is not None else f"has no {token!r}"
+        for place in (others.get(token), own.get(token))
+    ]
+    raise ConfigError(
+        f"its vocabulary is another: it {told[0]}, and the model {told[1]}",
+        where="method.teacher",
+        remedy="take a teacher of the same tokenizer",
+    )
+
+
+def _source(method: DistillConfig) -> ModelSource:
+    return resolve(method.teacher, revision=method.teacher_revision)
+
+
+def _outputs(model: Any) -> int:
+    """Tokens that a model has logits for."""
+    head = model.get_output_embeddings()
+    return int(head.weight.shape[0])

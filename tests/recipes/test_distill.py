@@ -1,0 +1,98 @@
+"""Runs that learn from a teacher: they come near it, go on bit for bit, and refuse one of another vocabulary."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from luthier.config import RunConfig
+from luthier.errors import ConfigError
+from luthier.hf.tiny import debug_config, debug_tokenizer
+from luthier.recipes import distill, sft
+from tests.oracles.plain import save_strong
+from tests.recipes.test_train import assert_same_end
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    rows = [{"text": f"{letter} is followed by {letter}"} for letter in "abcdefgh"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_strong(debug_config("qwen3"), tmp_path / "teacher", seed=3)
+    debug_tokenizer().save_pretrained(tmp_path / "teacher")
+    return tmp_path
+
+
+def config(place: Path, name: str, method: dict[str, Any], **changes: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "model": "debug:llama",
+        "data": {"train": str(place / "rows.jsonl"), "sequence_length": 64},
+        "method": {"name": "distill", "teacher": str(place / "teacher")} | method,
+        "optimizer": {"learning_rate": 1e-2},
+        "train": {"steps": 12, "rows_per_step": 4, "precision": "fp32"},
+        "checkpoint": {"every": 2},
+        "output": str(place / name),
+    }
+    return RunConfig.model_validate(values | changes)
+
+
+def losses(run: RunConfig) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run.output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("method", [{}, {"divergence": "jsd", "beta": 0.3, "top_k": 20}], ids=str)
+def test_the_model_comes_near_its_teacher_and_goes_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any]
+) -> None:
+    whole, broken = (config(place, name, method) for name in ("whole", "broken"))
+    distill.train(whole)
+    found = losses(whole)
+    assert found[-1] < 0.7 * found[0]
+    take_step = distill.take_step
+
+    def stopping(run: Any, batch: Any) -> dict[str, float]:
+        measured = take_step(run, batch)
+        if run.state.counters.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measured
+
+    monkeypatch.setattr(distill, "take_step", stopping)
+    assert distill.train(broken)["steps"] == 3
+    monkeypatch.setattr(distill, "take_step", take_step)
+    distill.train(broken, resume="must")
+    assert_same_end(whole.output, broken.output)
+
+
+def test_a_teacher_with_adapters_over_the_same_base(place: Path) -> None:
+    values = config(place, "taught", {}, adapter={"rank": 4}).model_dump() | {"method": "sft"}
+    taught = RunConfig.model_validate(values)
+    sft.train(taught)
+    own = {"teacher": "debug:llama", "divergence": "reverse"}
+    alone = config(place, "alone", own, adapter={"rank": 4}, train={"steps": 1})
+    distill.train(alone)
+    assert losses(alone) == [pytest.approx(0.0, abs=1e-6)]  # the model is its own teacher
+    run = config(place, "run", own | {"teacher_adapter": str(taught.output / "export")}, train={"steps": 1})
+    distill.train(run)
+    assert losses(run)[0] > 1e-3
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_before_it_is_read(place: Path) -> None:
+    other = AutoTokenizer.from_pretrained(place / "teacher")
+    other.add_tokens(["<new>"])
+    other.save_pretrained(place / "teacher")
+    (place / "teacher" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"it has '<new>' at \d+, and the model has no '<new>'"):
+        distill.train(config(place, "run", {}))
+    with pytest.raises(ValueError, match="beta is of jsd, and the divergence is forward"):
+        config(place, "run", {"beta": 0.2})
+
+
+def test_a_teacher_of_more_logits_is_refused(place: Path) -> None:
+    save_strong(debug_config("qwen3", vocab_size=512), place / "teacher")
+    with pytest.raises(ConfigError, match="it gives logits of 512 tokens, and the model of"):
+        distill.train(config(place, "run", {}))

@@ -1,0 +1,356 @@
+"""The parity table of adapters: every method beside PEFT, what is equal and by how much, and what is refused.
+
+A row of `METHODS` gains all shared tests (`tests/adapters/test_table.py`); `make adapters` measures, and writes the
+table into docs/adapters.md. Both sides read the same files of random adapters, in float64.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import yaml
+from pydantic import TypeAdapter
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
+
+from luthier.adapters import adapted, merge, save_peft
+from luthier.batch import Batch
+from luthier.config import RunConfig
+from luthier.config.sections import SGDConfig
+from luthier.engine.build import build_state
+from luthier.engine.evaluate import logprobs_of
+from luthier.engine.state import TrainState
+from luthier.engine.step import forward_backward_all
+from luthier.errors import UserError
+from luthier.hf.source import resolve
+from luthier.hf.tiny import debug_config
+from luthier.verify.reference import widening
+from tests.oracles.plain import gradient_error, plain_model, save_strong, weighted_sum
+from tests.oracles.rows import documents
+from tests.parallel.cases import measure, microbatches
+from tests.world import RankError, World, worlds
+
+COLUMNS = ("forward", "gradients", "saves", "loads", "merges", "tp 2", "dp_shard 2")
+LAYOUTS = {"tp 2": {"tp": 2}, "dp_shard 2": {"dp_shard": 2}}
+PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LINEAR = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+
+Config = TypeAdapter(RunConfig.model_fields["adapter"].annotation)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row.
+
+    Attributes:
+        name: what people call it.
+        ours: the key `adapter` of a run.
+        peft: PEFT's config of the same.
+        model: type of the debug model.
+        changes: of that model's config.
+        bound: that no deviation exceeds: the largest difference over the largest entry.
+        refused: column -> words of the error by which it is refused.
+        virtual: tokens that PEFT puts before every row.
+        note: what one should know, under the table.
+    """
+
+    name: str
+    ours: Mapping[str, Any]
+    peft: peft.PeftConfig
+    model: str = "llama"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    bound: float = 1e-10
+    refused: Mapping[str, str] = field(default_factory=dict)
+    virtual: int = 0
+    note: str = ""
+
+    def config(self, **fields: Any) -> Any:
+        """Our config of it, other fields beside."""
+        return Config.validate_python({**self.ours, **fields})
+
+    def from_files(self, directory: Path) -> Any:
+        """Our config of the adapter in PEFT's files."""
+        return Config.validate_python({"kind": self.ours.get("kind", "lora"), "start_from": str(directory)})
+
+
+BIASED = {"attention_bias": True, "mlp_bias": True}
+METHODS = [
+    Method(
+        "LoRA",
+        {"rank": 3, "alpha": 6, "target": ["attn", "mlp"]},
+        peft.LoraConfig(r=3, lora_alpha=6, target_modules=LINEAR),
+        changes=BIASED,
+    ),
+    Method(
+        "LoRA, GPT-2's layers",
+        {"rank": 3, "alpha": 6, "target": ["attn", "mlp"]},
+        peft.LoraConfig(r=3, lora_alpha=6, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True),
+        "gpt2",
+    ),
+    Method(
+        "LoRA beside modules trained whole",
+        {"rank": 3, "alpha": 6, "target": ["attn"], "train_modules": ["norm", "lm_head"]},
+        peft.LoraConfig(r=3, lora_alpha=6, target_modules=ATTENTION, modules_to_save=["model.norm", "lm_head"]),
+        changes={"tie_word_embeddings": False},
+    ),
+    Method(
+        "rsLoRA",
+        {"rank": 3, "alpha": 6, "target": ["attn"], "rslora": True},
+        peft.LoraConfig(r=3, lora_alpha=6, target_modules=ATTENTION, use_rslora=True),
+    ),
+    Method(
+        "LoRA on fused experts",
+        {"rank": 3, "alpha": 6, "target": ["attn", "experts"]},
+        peft.LoraConfig(
+            r=3,
+            lora_alpha=6,
+            target_modules=ATTENTION,
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        ),
+        "mixtral",
+    ),
+    Method(
+        "DoRA",
+        {"rank": 3, "alpha": 6, "target": ["attn", "mlp"], "dora": True},
+        peft.LoraConfig(r=3, lora_alpha=6, target_modules=LINEAR, use_dora=True),
+        changes=BIASED,
+    ),
+    Method(
+        "DoRA, GPT-2's layers",
+        {"rank": 3, "alpha": 6, "target": ["attn", "mlp"], "dora": True},
+        peft.LoraConfig(
+            r=3, lora_alpha=6, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True, use_dora=True
+        ),
+        "gpt2",
+    ),
+]
+
+
+def parity(method: Method, directory: Path, world: Callable[[int], World]) -> dict[str, float | str]:
+    """Column -> the deviation that was measured, or why it is refused.
+
+    Args:
+        method: the row.
+        directory: for what is written.
+        world: of two ranks, for the layouts.
+
+    Raises:
+        AssertionError: it refuses for another reason than the row says, or trains something else than PEFT.
+    """
+    with widening():  # norms and routers would round to fp32 what differs in float64
+        return _parity(method, directory, world)
+
+
+def _parity(method: Method, directory: Path, world: Callable[[int], World]) -> dict[str, float | str]:
+    base = save_strong(debug_config(method.model, **method.changes), directory / "base")
+    samples = documents()
+    theirs = peft.get_peft_model(plain(base), method.peft, autocast_adapter_dtype=False).eval()
+    scatter(theirs)
+    theirs.save_pretrained(str(directory / "theirs"), save_embedding_layers=False)
+    factor = 1 / sum(float(sample.weights.sum()) for sample in samples)
+    expected = weighted_sum(Cut(theirs, method.virtual), samples, factor)
+    expected_logprobs = torch.cat(expected.logprobs)
+    trained = torch.cat([torch.from_numpy(sample.weights) for sample in samples]) != 0
+    own = method.from_files(directory / "theirs")
+    found: dict[str, float | str] = {}
+
+    def column(name: str, value: Callable[[], float]) -> None:
+        try:
+            found[name] = value()
+        except (UserError, RankError) as error:
+            reason = method.refused.get(name)
+            if reason is None or reason not in str(error):
+                raise AssertionError(f"{method.name}, {name}: {error}") from error
+            found[name] = reason
+
+    state = ready(base, own)
+    assert shapes(state) == shapes(ready(base, method.config())), "other files than the config asks for"
+
+    def off(state: TrainState) -> float:
+        logprobs = torch.cat(logprobs_of(state, [Batch.pack([sample]) for sample in samples]))
+        return relative(logprobs[trained], expected_logprobs[trained])
+
+    def gradients() -> float:
+        outputs = forward_backward_all(state, microbatches(samples, 0, 1))
+        alone.update({name: p.grad.clone() for name, p in state.trainable.items() if p.grad is not None})
+        loss = sum(float(output.loss) for output in outputs)
+        put_gradients(theirs)
+        theirs.save_pretrained(str(directory / "gradients-theirs"), save_embedding_layers=False)
+        twin = ready(base, own)
+        put(twin.model, alone)
+        save_peft(twin.model, directory / "gradients-ours")
+        one, other = (load_file(directory / f"gradients-{who}" / FILE) for who in ("ours", "theirs"))
+        return max(abs(loss / expected.loss - 1), gradient_error(one, other))
+
+    def saves() -> float:
+        save_peft(state.model, directory / "ours")
+        again = peft.PeftModel.from_pretrained(
+            plain(base), str(directory / "ours"), is_trainable=True, autocast_adapter_dtype=False
+        )
+        again.eval()
+        said = torch.cat(weighted_sum(Cut(again, method.virtual), samples).logprobs)
+        return relative(said[trained], expected_logprobs[trained])
+
+    def on(layout: dict[str, int]) -> float:
+        worst = 0.0
+        for rank in world(2).run(widened, base, layout, own):
+            assert not rank["missing"]
+            errors = (abs(rank["loss"] / expected.loss - 1), gradient_error(rank["gradients"], alone))
+            worst = max(worst, *errors)
+        return worst
+
+    def merges() -> float:
+        merge(state.model)
+        assert not list(adapted(state.model))
+        return off(state)
+
+    alone: dict[str, Tensor] = {}
+    column("forward", lambda: off(state))
+    column("gradients", gradients)
+    column("saves", saves)
+    column("loads", lambda: off(ready(base, method.from_files(directory / "ours"))))
+    for name, layout in LAYOUTS.items():
+        column(name, lambda layout=layout: on(layout))  # type: ignore[misc]
+    column("merges", merges)
+    return {name: found[name] for name in COLUMNS}
+
+
+FILE = "adapter_model.safetensors"
+
+
+def widened(base: Path, layout: dict[str, int], adapter: Any) -> dict[str, Any]:
+    """`measure` on every rank, in float64 throughout."""
+    with widening():
+        return measure(base, layout, documents(), lora=adapter)
+
+
+class Cut(torch.nn.Module):
+    """PEFT's model without what it says of the tokens that it puts before a row."""
+
+    def __init__(self, model: Any, virtual: int) -> None:
+        super().__init__()
+        self.model, self.virtual = model, virtual
+
+    def forward(self, **inputs: Any) -> Any:
+        output = self.model(**inputs)
+        output.logits = output.logits[:, self.virtual :]
+        return output
+
+
+def plain(base: Path) -> Any:
+    """A new unmodified model in float64."""
+    return plain_model(base, torch.float64)
+
+
+def ready(base: Path, adapter: Any) -> TrainState:
+    """Our model, in one process."""
+    state = build_state(
+        resolve(str(base)),
+        adapter=adapter,
+        optimizer=SGDConfig(name="sgd", learning_rate=0.1),
+        precision="fp64",
+        device=torch.device("cpu"),
+    )
+    state.model.eval()
+    return state
+
+
+@torch.no_grad()
+def scatter(model: Any) -> None:
+    """Random values for all that trains; lengths stay lengths."""
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if "lora_" in name and "magnitude" not in name:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
+        else:
+            parameter.mul_(torch.rand(parameter.shape, generator=generator, dtype=torch.float64) + 0.5)
+
+
+@torch.no_grad()
+def put(model: Any, values: Mapping[str, Tensor]) -> None:
+    """Give parameters other values."""
+    for name, value in values.items():
+        model.get_parameter(name).copy_(value)
+
+
+@torch.no_grad()
+def put_gradients(model: Any) -> None:
+    """Let every parameter that trains be its gradient, so that gradients can be saved as adapters are."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+
+
+def shapes(state: TrainState) -> dict[str, torch.Size]:
+    """What trains."""
+    return {name: parameter.shape for name, parameter in state.trainable.items()}
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference over the largest entry."""
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def wrong(method: Method, found: Mapping[str, float | str]) -> list[str]:
+    """Columns whose deviation exceeds the bound."""
+    return [name for name, value in found.items() if not isinstance(value, str) and not value < method.bound]
+
+
+def table(rows: Mapping[str, Mapping[str, float | str]]) -> str:
+    """The table, its notes, and how each method is written."""
+    notes: dict[str, int] = {}
+
+    def shown(method: Method, column: str) -> str:
+        value = rows[method.name][column]
+        if isinstance(value, str):
+            return f"–<sup>{notes.setdefault(f'refused: {value}', len(notes) + 1)}</sup>"
+        return f"{'✗' if column in wrong(method, rows[method.name]) else '✓'} {f'{value:.0e}' if value else '0'}"
+
+    lines = [f"| method | {' | '.join(COLUMNS)} |", f"| --- |{' --- |' * len(COLUMNS)}"]
+    for method in METHODS:
+        mark = f"<sup>{notes.setdefault(method.note, len(notes) + 1)}</sup>" if method.note else ""
+        lines.append(f"| {method.name}{mark} | {' | '.join(shown(method, column) for column in COLUMNS)} |")
+    lines += ["", *(f"{number}. {note}" for note, number in notes.items())]
+    lines += ["", "| method | `adapter:` |", "| --- | --- |"]
+    for method in METHODS:
+        written = yaml.safe_dump(dict(method.ours), default_flow_style=True, sort_keys=False, width=1000).strip()
+        lines.append(f"| {method.name} | `{written}` |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure all rows and write the page; 1 if a cell is wrong."""
+    disable_progress_bar()
+    warnings.simplefilter("ignore")
+    rows, faults = {}, []
+    with worlds() as world:
+        for method in METHODS:
+            with tempfile.TemporaryDirectory() as directory:
+                rows[method.name] = parity(method, Path(directory), world)
+            faults += [f"{method.name}: {name}" for name in wrong(method, rows[method.name])]
+            print(method.name, rows[method.name], flush=True)
+    begin, end = "<!-- table: made by make adapters -->", "<!-- end of table -->"
+    page = PAGE.read_text(encoding="utf-8")
+    made = re.sub(f"(?s){begin}.*{end}", lambda _: f"{begin}\n{table(rows)}\n{end}", page)
+    PAGE.write_text(made, encoding="utf-8")
+    print("\n".join(f"wrong: {fault}" for fault in faults) or f"{PAGE.name} is written; no cell is wrong")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    from tests.tables import adapters  # ranks look for their cases under this name
+
+    sys.exit(adapters.main())
