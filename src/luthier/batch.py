@@ -112,6 +112,9 @@ class Batch:
         origins: where each document came from.
         inputs: what a loss of one's own reads beside the log-probabilities, by name, [T, ...] or an entry a document.
         rows: the rows that its documents are of, in their order; empty where nobody asks.
+        parents: for each document the one that it goes on from, or -1: two answers to a prompt that lies in the row
+            once (`engine/prefixes.py`). Empty where none does; positions start again from 0 where a document goes on
+            from none.
     """
 
     input_ids: torch.Tensor
@@ -122,6 +125,7 @@ class Batch:
     origins: tuple[str, ...] = field(default=())
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
+    parents: tuple[int, ...] = ()
 
     @staticmethod
     def pack(samples: Sequence[Sample]) -> Batch:
@@ -178,6 +182,7 @@ class Batch:
             cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + missing]),
             origins=(*self.origins, ""),
             inputs={},
+            parents=(*self.parents, -1) if self.parents else (),
         )
 
     def to(self, device: torch.device | str) -> Batch:

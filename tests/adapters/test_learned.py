@@ -19,10 +19,14 @@ from luthier.adapters import Merging, adapter_of_files, apply_adapter, beside, i
 from luthier.adapters.prompt import learned
 from luthier.batch import Batch, Sample
 from luthier.config import AdaptionPromptConfig, PrefixConfig, PromptConfig
+from luthier.config.sections import SGDConfig
+from luthier.engine.build import build_state
+from luthier.engine.step import forward_backward_all
 from luthier.errors import ConfigError, ModelError
 from luthier.hf.attention import register_attention
 from luthier.hf.forward import hidden_states, packing_is_exact
 from luthier.hf.head import head_logits
+from luthier.hf.source import resolve
 from tests.adapters.models import PEFT_WARNINGS, VOCABULARY, relative, tiny
 
 pytestmark = [
@@ -262,3 +266,31 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"no")
     with pytest.raises(ModelError, match="damaged"):
         apply_adapter(model_of("plain-llama"), adapter_of_files(tmp_path))
+
+
+@pytest.mark.parametrize("network", [False, True], ids=["", "network"])
+@pytest.mark.parametrize("config", [PROMPT, PREFIX, ADAPTION], ids=lambda config: config.kind)
+def test_recomputed_layers_have_it_too(config: Any, network: bool) -> None:
+    if network and config is not PREFIX:
+        config = config.model_copy(update={"dtype": "bf16"})  # what learns may be of another dtype
+    elif network:
+        config = config.model_copy(update={"projection": True})
+    found = []
+    for policy in ("off", "full"):
+        state = build_state(
+            resolve("debug:llama"),
+            adapter=config,
+            optimizer=SGDConfig(name="sgd"),
+            precision="fp32",
+            device=torch.device("cpu"),
+            activation_checkpointing=policy,
+        )
+        for name, parameter in state.trainable.items():
+            if name.endswith(".gate"):
+                parameter.data.fill_(0.5)
+        assert not state.packing_fault
+        rows = [Batch.pack(samples()), Batch.pack(samples()[:2])]  # one after the other, and then backward again
+        forward_backward_all(state, rows)
+        found.append({name: parameter.grad.clone() for name, parameter in state.trainable.items()})
+    assert all(value.abs().max() > 0 for value in found[0].values())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())

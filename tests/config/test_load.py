@@ -133,7 +133,7 @@ OTHER_VALUES = {
     "method.rewards": "[c:d]",
     "method.weights": "[0.5]",
     "method.label_smoothing": "0.25",
-    "adapter.init": "pissa_niter_4",
+    "adapter.init": "random",
     "model": "other/model",
     "data": "{train: [a.jsonl, {path: b.csv, weight: 0.5}]}",
     "data.train": "[{path: a.jsonl, columns: {input: question}, options: {least: 3}}]",
@@ -211,6 +211,8 @@ def companions(path: str) -> list[str]:
         name = shape_of(RunConfig).child("method").tags(owner)[0]
         needed = METHODS.get(name, "") + (", filter_groups: true" if path == "method.resample" else "")
         found = [f"method={{name: {name}{needed}}}"]
+    if path == "optimizer.in_backward":
+        found = ["train.max_gradient_norm=null"]
     if path == "schedule.points":
         found = ["schedule={name: piecewise, points: [[0, 1]]}"]
     return found

@@ -268,3 +268,18 @@ def test_a_stream_holds_no_more_rows_than_its_buffer(tiny, tmp_path):
     skipped = build_rows(data, "train", tiny)
     next(skipped.samples(400, 0))
     assert skipped.report.read == 1
+
+
+def test_rows_that_lie_ahead_are_those_that_come(tmp_path, tiny):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"text": "row number {n}"}}\n' for n in range(11)))
+    data = DataConfig(train=str(path), sequence_length=64)
+    rows = build_rows(data, "train", tiny)
+    for train in (TrainConfig(rows_per_step=2, steps=3), TrainConfig(tokens_per_step=40, epochs=0.7), TrainConfig()):
+        loader = Loader(rows, data, train)
+        wanted = loader.ahead().tolist()
+        batches = iter(loader)
+        first = next(batches)
+        assert loader.ahead().tolist() == wanted  # with what has just come
+        seen = [row.number for step in (first, *batches) for batch in step.microbatches for row in batch.rows]
+        assert sorted(set(seen)) == wanted

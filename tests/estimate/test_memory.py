@@ -40,6 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"dp_shard": 2}, {}),
         ({"dp_shard": 2}, {"lora": LORA}),
+        ({"dp_shard": 2}, {"lora": LORA | {"quantize": "nf4"}}),
         ({"dp_shard": 2}, {"checkpointing": "full"}),
         ({"tp": 2}, {}),
         ({"cp": 2}, {}),

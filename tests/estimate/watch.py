@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from luthier.hf.nf4 import Nf4Weight
+
 
 class Watch(TorchDispatchMode):
     """Follows every tensor's memory, and every collective.
@@ -36,6 +38,9 @@ class Watch(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
+        if isinstance(tensor, Nf4Weight):
+            self._see(tensor.codes)
+            return self._see(tensor.scales)
         storage = tensor.untyped_storage()
         known = self._live.get(storage._cdata)
         if known is None or known() is not storage:

@@ -64,6 +64,7 @@ BASE: dict[str, Any] = {"model": "a/b", "data": {"train": [{"path": "rows.jsonl"
         ({"adapter": {"quantize": "nf4"}}, "adapter.quantize: SFTTrainer is given plain weights"),
         ({"adapter": {"dtype": "bf16"}}, "adapter.dtype: PEFT keeps adapters in fp32"),
         ({"adapter": {"target": ["attn", "unembed"]}}, "adapter.target: SFTTrainer trains no adapter on the output"),
+        ({"adapter": {"learning_rate_ratio": 16}}, "adapter.learning_rate_ratio: SFTTrainer has one learning rate"),
         ({"adapter": {"init": "pissa"}}, "adapter.init: SFTTrainer's export of pissa is for another base"),
         ({"adapter": {"target": ["experts"]}}, "adapter.target: PEFT knows no role experts"),
         ({"adapter": {"target": ["attn", r".*\.3\..*"]}}, "adapter.target: PEFT takes a pattern"),

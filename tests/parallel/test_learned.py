@@ -33,6 +33,7 @@ NETWORK = PrefixConfig(kind="prefix", num_virtual_tokens=5, projection=True)
 LAYOUTS: list[dict[str, int]] = [{"tp": 2}, {"dp_shard": 2}, {"tp": 2, "dp_shard": 2}]
 CASES = [
     *((config, layout) for config in (PROMPT, PREFIX, ADAPTION) for layout in LAYOUTS),
+    *((config, {"tp": 2, "sequence_parallel": True}) for config in (PROMPT, PREFIX, ADAPTION)),
     (ADAPTION, {"cp": 2}),
     (NETWORK, {"dp_shard": 2}),
 ]
@@ -100,7 +101,7 @@ def test_a_step_is_that_of_peft(
     world: Any, path: Path, files: dict[str, Path], config: Any, layout: dict[str, int]
 ) -> None:
     adapter = adapter_of_files(files[config.kind]) if config is not NETWORK else config
-    results = world(math.prod(layout.values())).run(step, path, layout, adapter)
+    results = world(math.prod(int(degree) for degree in layout.values())).run(step, path, layout, adapter)
     # the one softmax that PEFT computes in float32
     bound = 5e-6 if config is ADAPTION else 1e-10
     if config is NETWORK:
@@ -120,7 +121,9 @@ def test_a_step_is_that_of_peft(
 
 
 def step(path: Path, layout: dict[str, int], adapter: Any) -> dict[str, Any]:
-    return measure(path, layout, documents(), lora=adapter)
+    how = {name: value for name, value in layout.items() if name == "sequence_parallel"}
+    degrees = {name: value for name, value in layout.items() if name not in how}
+    return measure(path, degrees, documents(), lora=adapter, **how)
 
 
 def written(path: Path, layout: dict[str, int], adapter: Any, directory: Path) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from luthier.adapters.layer import (
 from luthier.adapters.lora import LoraReport, apply_lora, finish_lora, report
 from luthier.adapters.merge import MergeReport, Merging, merge, merged_weight
 from luthier.adapters.peft_files import load_peft
+from luthier.adapters.plus import learning_rates
 from luthier.adapters.quantized import packing_of, quantizable, quantized_report, require_whole_blocks
 from luthier.adapters.siblings import find_siblings, passed_by
 from luthier.adapters.structure import attach_all, beside, freeze, part_on_meta, untie, wholly_trained
@@ -46,6 +47,7 @@ __all__ = [
     "initialise_adapters",
     "is_adapter_weight",
     "layer_factor",
+    "learning_rates",
     "load_peft",
     "merge",
     "merged_weight",

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from luthier.hf.gather import blocks, coordinate_of, local_part
+from luthier.hf.nf4 import dense
 from luthier.hf.shards import fill
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def row_norms(
     Returns:
         [outputs], float32 or float64.
     """
-    squares = _squares(weight, transposed, (down, up, scale))
+    squares = _squares(dense(weight), transposed, (down, up, scale))
     return (squares if total is None else total(squares)).sqrt()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from luthier.adapters.learned import LearnedReport, apply_learned, finish_learned
 from luthier.adapters.learned_files import kind_of_files, save_learned
 from luthier.adapters.lora import LoraReport, apply_lora, finish_lora
-from luthier.adapters.peft_files import save_peft as save_lora
+from luthier.adapters.peft_save import save_peft as save_lora
 from luthier.adapters.prompt import learned
 from luthier.adapters.rows import NewTokens
 from luthier.config.adapters import AdapterConfig, AdaptionPromptConfig, PrefixConfig, PromptConfig

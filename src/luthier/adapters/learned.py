@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from luthier.adapters.learned_files import load_learned, read_learned
 from luthier.adapters.prompt import (
@@ -20,6 +19,7 @@ from luthier.adapters.prompt import (
     key_heads,
     learned,
 )
+from luthier.adapters.rows import whole
 from luthier.batch import Batch, Sample
 from luthier.config.adapters import AdaptionPromptConfig, PrefixConfig, PromptConfig
 from luthier.errors import ConfigError, ModelError, first_line
@@ -193,9 +193,9 @@ def initialise_learned(model: Any, config: LearnedConfig, seed: int) -> None:
             first = torch.zeros(parameter.shape)
         elif isinstance(config, PromptConfig) and config.init == "vocabulary":
             table = model.get_input_embeddings().weight
-            whole = table.full_tensor() if isinstance(table, DTensor) else table
-            chosen = torch.randint(0, len(whole), (len(parameter),), generator=generator)
-            first = whole[chosen.to(whole.device)]
+            rows = whole(table)
+            chosen = torch.randint(0, len(rows), (len(parameter),), generator=generator)
+            first = rows[chosen.to(rows.device)]
         elif ".transform." in name:
             inputs = model.prompt_encoder.transform[int(name.split(".")[-2])].in_features
             bound = 1.0 / math.sqrt(inputs)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, find_config, read_tensors
 from luthier.adapters.peft_files import PREFIX as PEFT
 from luthier.adapters.prompt import VirtualTokens, adaptions_of, key_heads, prefixes_of
+from luthier.adapters.rows import whole
 from luthier.errors import ModelError
 from luthier.hf.gather import reshard
 from luthier.hf.shards import fill
@@ -147,8 +147,7 @@ def _tensors(model: Any) -> dict[str, Tensor]:
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    found = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return found.detach().cpu()
+    return whole(parameter).cpu()
 
 
 def save_learned(

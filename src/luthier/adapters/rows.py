@@ -234,6 +234,17 @@ def _require_possible(model: Any, tokens: NewTokens, trained: Sequence[str]) -> 
         raise ConfigError(f"{name} has a second table of tokens ({others[0]}), which cannot grow", where=WHERE)
 
 
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """The full value of what may lie in parts; all ranks that share it call this."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    here = tensor.to_local().device
+    # offloaded shards travel through the device that the ranks talk by
+    moved = cast(DTensor, tensor.detach().to(tensor.device_mesh.device_type))
+    return moved.full_tensor().to(here)
+
+
 def rows_of(model: nn.Module) -> dict[str, TokenRows]:
     """Full name of the table, and of a head with rows of its own -> the rows; empty where no single rows train."""
     found: dict[str, TokenRows] = {}
@@ -256,11 +267,11 @@ def initialise_rows(model: Any) -> None:
     """
     for name, own in rows_of(model).items():
         weight: Tensor = model.get_submodule(name).weight
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
-        mean = whole.mean(0, dtype=wide)
+        table = whole(weight)
+        wide = torch.float64 if table.dtype == torch.float64 else torch.float32
+        mean = table.mean(0, dtype=wide)
         fresh = {*own.fresh, *(token for token in own.ids if token >= own.base)}
-        first = [mean if token in fresh else whole[token].to(wide) for token in own.ids]
+        first = [mean if token in fresh else table[token].to(wide) for token in own.ids]
         fill(own.trainable_tokens_delta, torch.stack(first).to(own.trainable_tokens_delta.dtype))
 
 

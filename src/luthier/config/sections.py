@@ -118,6 +118,10 @@ class LoraConfig(Section):
     """First values: default, gaussian, orthogonal, pissa, pissa_niter_N (N rounds of a faster SVD), olora."""
     target: Annotated[list[str], BeforeValidator(one_or_many), Field(min_length=1)] = ["attn", "mlp"]
     """Roles (attn, mlp, experts alone, unembed), all-linear, module names (q_proj), or patterns of full names."""
+    learning_rate_ratio: PositiveFloat | None = None
+    """LoRA+: B learns at this multiple of optimizer.learning_rate (Hayou et al. 2024, https://arxiv.org/abs/2402.12354)."""
+    embedding_learning_rate: PositiveFloat = 1.0e-6
+    """Of LoRA+: what adapters beside the embedding learn at."""
     train_modules: Annotated[list[str], BeforeValidator(one_or_many)] = []
     """Modules trained in full beside the adapters, by name or regular expression."""
     new_tokens: Annotated[list[str], BeforeValidator(one_or_many)] = []
@@ -134,6 +138,8 @@ class LoraConfig(Section):
     def _known_beginning(self) -> LoraConfig:
         if not re.fullmatch(r"default|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d?)?", self.init):
             raise ValueError(f"init {self.init!r} is not default, gaussian, orthogonal, pissa, pissa_niter_N or olora")
+        if self.quantize is not None and (self.init == "olora" or self.init.startswith("pissa")):
+            raise ValueError(f"init {self.init} takes a part out of the base, which quantize keeps in four bits")
         if self.init == "orthogonal" and self.rank % 2:
             raise ValueError(f"init orthogonal needs an even rank, not {self.rank}")
         return self

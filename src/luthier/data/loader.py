@@ -85,6 +85,7 @@ class Loader:
             "streaming": isinstance(rows, StreamRows),
         }
         self._state = LoaderState(fingerprint=rows.fingerprint, settings=settings)
+        self._before: LoaderState | None = None  # the place of the newest batch
 
     @property
     def state(self) -> LoaderState:
@@ -127,9 +128,10 @@ class Loader:
         return steps
 
     def ahead(self) -> np.ndarray:
-        """int64, numbers of the rows that the run comes to from its present place on, each once."""
+        """int64, numbers of the rows of the newest batch, and of those that the run comes to after it, each once."""
         assert isinstance(self._rows, Rows)
-        epoch, position, step = self._state.epoch, self._state.position, self._state.step
+        place = self._before or self._state
+        epoch, position, step = place.epoch, place.position, place.step
         seen = np.zeros(len(self._rows), bool)
         while (limit := self._limit(epoch)) > 0 and (self._steps is None or step < self._steps) and not seen.all():
             order = self._rows.order(self._seed, epoch, self._data.shuffle)
@@ -159,7 +161,7 @@ class Loader:
 
     def _batch(self, step: _Step) -> StepBatch:
         tokens = int(sum(step.lengths))
-        before = self._state
+        before = self._before = self._state
         self._state = replace(
             before,
             step=before.step + 1,

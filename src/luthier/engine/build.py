@@ -23,6 +23,7 @@ from luthier.adapters import (
     apply_adapter,
     finish_adapter,
     is_adapter_weight,
+    learning_rates,
     packing_of,
     part_on_meta,
     quantizable,
@@ -151,6 +152,8 @@ def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: U
     bound_kernel_cache()
     plan = _Plan(how, moe)
     adapter, device, mesh, seed = how["adapter"], plan.device, plan.mesh, plan.seed
+    if plan.packing is not None and device.type == "cpu":
+        tune_allocator(keep=False)  # plain weights come and go, one at a time
     model = load_model(
         source,
         dtype=DTYPES[choose_precision(how.get("precision"), device)],
@@ -358,6 +361,7 @@ def build_state(
         optimizer,
         adapters=is_adapter_weight,
         hidden_matrices=lambda name: name.startswith(inside),
+        rates=learning_rates(model, how["adapter"]),
         seed=how.get("seed", 0),
         part=network.pipeline is not None,
     )

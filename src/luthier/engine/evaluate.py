@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from luthier.batch import Batch
-from luthier.engine.network import Network, counted, held, whole
+from luthier.engine.network import Network, counted, whole
+from luthier.engine.prefixes import Shared, laid, read_off, shared_of
 from luthier.hf.forward import hidden_states
 from luthier.parallel.fsdp import within
 
@@ -49,32 +50,36 @@ def batch_logprobs(network: Network, batch: Batch) -> torch.Tensor:
 
 
 @torch.no_grad()
-def logprobs_of(network: Network, batches: Sequence[Batch]) -> list[torch.Tensor]:
+def logprobs_of(network: Network, batches: Sequence[Batch], *, share_prefixes: bool = False) -> list[torch.Tensor]:
     """Log-probabilities of the targets of some microbatches, without gradients; on a layout all ranks call it.
 
     Args:
         network: its model in whatever mode it is.
         batches: on any device. Through a pipeline several pass at a time.
+        share_prefixes: run what the documents of a row begin with once, where this model can (`prefixes.py`).
 
     Returns:
         [T] of each, or [T, K], in fp32 or wider, 0 at positions without any weight.
     """
+    ways = shared_of(network, batches, share_prefixes)
     here = [batch.to(network.device) for batch in batches]
+    pairs = list(zip(here, ways, strict=True))
     if network.pipeline is None:
-        return [within(network.model, _logprobs, network, batch) for batch in here]
+        return [within(network.model, _logprobs, network, batch, way) for batch, way in pairs]
 
     def score(hidden: torch.Tensor, row: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        values = _score(network, hidden, row, here[number])
+        batch, way = pairs[number]
+        values = _score(network, *read_off(hidden, row, batch, way), batch)
         return values.sum(), values
 
-    return [logprobs for _, logprobs in network.pipeline.forward([held(network, batch) for batch in here], score)]
+    return [logprobs for _, logprobs in network.pipeline.forward([laid(network, *pair) for pair in pairs], score)]
 
 
-def _logprobs(network: Network, batch: Batch) -> torch.Tensor:
+def _logprobs(network: Network, batch: Batch, way: Shared | None) -> torch.Tensor:
     if network.mesh is None and not batch.weights.any():
         return torch.zeros(batch.targets.shape[1:], dtype=network.head.dtype, device=batch.input_ids.device)
-    row = held(network, batch)
-    return _score(network, hidden_states(network.model, row), row, batch)
+    row = laid(network, batch, way)
+    return _score(network, *read_off(hidden_states(network.model, row), row, batch, way), batch)
 
 
 def _score(network: Network, hidden: torch.Tensor, row: Batch, batch: Batch) -> torch.Tensor:

@@ -42,6 +42,8 @@ class Network:
     """Microbatches are padded to a multiple of this many positions while they train."""
     packing_fault: str = ""
     """Why several documents cannot stand in one microbatch of this architecture; empty where they can."""
+    prefix_fault: str | None = None
+    """Why prompts that answers share are run with each of them; empty where they are run once, None: not asked yet."""
     limits: Limits | None = None
     """Which ids and how long rows the model can read; None = not known, so not checked."""
     balance: Balance | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from luthier.batch import Batch
 from luthier.engine.guards import first_bad_gradient
 from luthier.engine.hidden import HiddenLoss
 from luthier.engine.network import counted, held, require_readable, summed, whole
+from luthier.engine.prefixes import Shared, laid, read_off, shared_of
 from luthier.engine.state import TrainState
 from luthier.hf.forward import hidden_states
 from luthier.parallel.fsdp import within
@@ -62,7 +64,12 @@ def forward_backward(state: TrainState, batch: Batch, loss: LossFunction | None 
 
 
 def forward_backward_all(
-    state: TrainState, batches: Sequence[Batch], loss: LossFunction | None = None, *, all_logprobs: bool = False
+    state: TrainState,
+    batches: Sequence[Batch],
+    loss: LossFunction | None = None,
+    *,
+    all_logprobs: bool = False,
+    share_prefixes: bool = False,
 ) -> list[ForwardBackward]:
     """Run microbatches forward and backward, adding their gradients to those already there.
 
@@ -79,6 +86,7 @@ def forward_backward_all(
         loss: a loss of one's own, of log-probabilities or of hidden states; weighted cross-entropy when left out, which
             takes one target a position.
         all_logprobs: give log-probabilities of targets of weight 0 as well, for a forward pass of the head on these.
+        share_prefixes: run what the documents of a row begin with once, where this model can (`prefixes.py`).
 
     Raises:
         ModelError: a batch holds several documents, and this architecture would let them see one another.
@@ -86,28 +94,31 @@ def forward_backward_all(
     """
     for batch in batches:
         require_readable(state, batch)
+    ways = shared_of(state, batches, share_prefixes)
     here = [batch.to(state.device) for batch in batches]
     if state.balance is None:
-        return _run(state, here, loss, all_logprobs)
+        return _run(state, here, ways, loss, all_logprobs)
     at_once = state.pipeline is None and len(here) == 1  # all forward passes are over when the first goes backward
     if not at_once and state.balance.coefficient:
         with state.balance.counting():
             _count(state, here)
     with state.balance.training(counts=at_once):
-        return _run(state, here, loss, all_logprobs)
+        return _run(state, here, ways, loss, all_logprobs)
 
 
 def _run(
-    state: TrainState, batches: list[Batch], loss: LossFunction | None, all_logprobs: bool
+    state: TrainState,
+    batches: list[Batch],
+    ways: list[Shared | None],
+    loss: LossFunction | None,
+    all_logprobs: bool,
 ) -> list[ForwardBackward]:
     if state.pipeline is not None:
-        return _through_stages(state, state.pipeline, batches, loss, all_logprobs)
-    if state.in_backward is None:
-        return [_forward_backward(state, batch, loss, all_logprobs) for batch in batches]
-    *earlier, last = batches
-    found = [_forward_backward(state, batch, loss, all_logprobs) for batch in earlier]
-    with state.in_backward.armed():
-        return [*found, _forward_backward(state, last, loss, all_logprobs)]
+        return _through_stages(state, state.pipeline, batches, ways, loss, all_logprobs)
+    *earlier, last = zip(batches, ways, strict=True)
+    found = [_forward_backward(state, batch, way, loss, all_logprobs) for batch, way in earlier]
+    with state.in_backward.armed() if state.in_backward is not None else nullcontext():
+        return [*found, _forward_backward(state, *last, loss, all_logprobs)]
 
 
 def _count(state: TrainState, batches: list[Batch]) -> None:
@@ -122,7 +133,7 @@ def _count(state: TrainState, batches: list[Batch]) -> None:
 
 
 def _forward_backward(
-    state: TrainState, batch: Batch, loss: LossFunction | None, all_logprobs: bool
+    state: TrainState, batch: Batch, way: Shared | None, loss: LossFunction | None, all_logprobs: bool
 ) -> ForwardBackward:
     if state.mesh is None and state.balance is None and not batch.weights.any():
         zero = torch.zeros((), dtype=state.head.dtype, device=state.device)
@@ -131,7 +142,7 @@ def _forward_backward(
             with torch.no_grad():
                 logprobs = _told(state, hidden_states(state.model, batch), batch, logprobs)
         return ForwardBackward(zero, logprobs)
-    value, logprobs = within(state.model, _loss, state, batch, loss, all_logprobs)
+    value, logprobs = within(state.model, _loss, state, batch, way, loss, all_logprobs)
     if state.balance is not None and state.balance.counts:
         state.balance.settle()
     value.backward()
@@ -139,23 +150,30 @@ def _forward_backward(
 
 
 def _through_stages(
-    state: TrainState, pipeline: Pipeline, batches: list[Batch], loss: LossFunction | None, all_logprobs: bool
+    state: TrainState,
+    pipeline: Pipeline,
+    batches: list[Batch],
+    ways: list[Shared | None],
+    loss: LossFunction | None,
+    all_logprobs: bool,
 ) -> list[ForwardBackward]:
     def score(hidden: torch.Tensor, row: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         if number >= len(batches):
             return _score(state, hidden, row, row, None, False)
+        hidden, row = read_off(hidden, row, batches[number], ways[number])
         return _score(state, hidden, row, batches[number], loss, all_logprobs)
 
-    rows = [held(state, batch.padded(state.row_multiple)) for batch in batches]
+    rows = [laid(state, batch, way, state.row_multiple) for batch, way in zip(batches, ways, strict=True)]
     return [ForwardBackward(*found) for found in pipeline.forward_backward(rows, score)]
 
 
 def _loss(
-    state: TrainState, batch: Batch, loss: LossFunction | None, all_logprobs: bool
+    state: TrainState, batch: Batch, way: Shared | None, loss: LossFunction | None, all_logprobs: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of a microbatch and its log-probabilities [T]; on a layout all ranks run it, each with its part."""
-    row = held(state, batch.padded(state.row_multiple))
-    return _score(state, hidden_states(state.model, row), row, batch, loss, all_logprobs)
+    row = laid(state, batch, way, state.row_multiple)
+    hidden, row = read_off(hidden_states(state.model, row), row, batch, way)
+    return _score(state, hidden, row, batch, loss, all_logprobs)
 
 
 def _score(

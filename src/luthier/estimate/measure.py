@@ -26,7 +26,14 @@ attention keeps its probabilities for documents of up to 512 tokens alone (hf/bl
 _KEPT_UP_TO = 512
 
 
-def measure(model: Any, optimizer: torch.optim.Optimizer, *, length: int, cpu: bool = False) -> ModelShape:
+def measure(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    length: int,
+    cpu: bool = False,
+    quantised: Mapping[str, int] | None = None,
+) -> ModelShape:
     """Take a model's sizes.
 
     Args:
@@ -34,11 +41,13 @@ def measure(model: Any, optimizer: torch.optim.Optimizer, *, length: int, cpu: b
         optimizer: built for it.
         length: tokens of the documents that it will see.
         cpu: it will run on the CPU.
+        quantised: name of a weight that will be quantised -> bytes that it will take.
     """
     anatomy = describe(model)
     cuts = _Cuts(model)
     flops = count_flops(model)
-    weights = _weights(model, optimizer, cuts)
+    quantised = quantised or {}
+    weights = _weights(model, optimizer, cuts, quantised)
     inside = {layer: [w for name, w in weights.items() if name.startswith(f"{layer}.")] for layer in anatomy.layers}
     of_layers = {id(w) for group in inside.values() for w in group}
     outside = {name: w for name, w in weights.items() if id(w) not in of_layers}
@@ -74,6 +83,7 @@ def measure(model: Any, optimizer: torch.optim.Optimizer, *, length: int, cpu: b
         head_backward=flops.head_backward,
         head_trains=head is not None and bool(head.weight.requires_grad),
         cpu=cpu,
+        dense=max((model.get_parameter(name).nbytes for name in quantised), default=0),
         exact=works is not None,
     )
 
@@ -101,7 +111,9 @@ class _Cuts:
         return None if found is None else found % max(1, parameter.ndim), how.partial or in_part
 
 
-def _weights(model: Any, optimizer: torch.optim.Optimizer, cuts: _Cuts) -> dict[str, Weight]:
+def _weights(
+    model: Any, optimizer: torch.optim.Optimizer, cuts: _Cuts, quantised: Mapping[str, int]
+) -> dict[str, Weight]:
     found = {}
     for name, parameter in model.named_parameters():
         states = optimizer.state.get(parameter, {}).values()
@@ -111,7 +123,7 @@ def _weights(model: Any, optimizer: torch.optim.Optimizer, cuts: _Cuts) -> dict[
         found[name] = Weight(
             name=re.sub(r"\.\d+\.", ".*.", name),
             shape=shape,
-            itemsize=parameter.element_size(),
+            itemsize=quantised[name] / parameter.numel() if name in quantised else parameter.element_size(),
             gradient=wide if parameter.requires_grad else 0,
             states=sum(s.numel() * s.element_size() for s in states if isinstance(s, torch.Tensor)),
             cut=cut,

@@ -29,7 +29,7 @@ class Memory:
 
     Attributes:
         weights: shards of them, buffers and adapters included, tied ones once.
-        transient: weights of other ranks, gradients on their way to them, the optimizer at work.
+        transient: weights of other ranks, a quantised one unpacked, gradients on their way, the optimizer at work.
         gradients: of what trains, fp32 for bf16 weights.
         optimizer: moments, and the low bits of bf16 weights.
         activations: kept from the forward for the backward pass, of all microbatches on their way.
@@ -69,7 +69,8 @@ def memory_of(shape: ModelShape, plan: Plan, held: Held) -> Memory:
         plan: layout and batch.
         held: what this rank has.
     """
-    return Memory(*max(_moments(shape, plan, held), key=sum))
+    weights, transient, *others = max(_moments(shape, plan, held), key=sum)
+    return Memory(weights, transient + shape.dense // plan.layout.tp, *others)
 
 
 def _moments(shape: ModelShape, plan: Plan, held: Held) -> Iterator[tuple[int, ...]]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from luthier.adapters import apply_adapter, is_adapter_weight
+from luthier.adapters import LoraReport, apply_adapter, is_adapter_weight, quantizable, quantized_report
+from luthier.adapters.rows import NewTokens
 from luthier.adapters.structure import settle_ties
-from luthier.config import RunConfig
+from luthier.config import AdapterConfig, LoraConfig, RunConfig
 from luthier.engine.build import DTYPES, choose_precision
 from luthier.estimate.measure import measure
 from luthier.estimate.models import full_name, known
@@ -19,6 +20,7 @@ from luthier.estimate.search import Refusal
 from luthier.estimate.shape import ModelShape
 from luthier.hf.anatomy import describe
 from luthier.hf.load import build_on_meta, model_class, tie_on_meta
+from luthier.hf.nf4 import expected_bytes
 from luthier.hf.source import ModelSource, config_from_fields, load_config, resolve
 from luthier.optim.build import build_optimizer
 from luthier.parallel import rules
@@ -41,6 +43,13 @@ class Prepared:
     precision: str
 
 
+def _tokens(model: Any, adapter: AdapterConfig) -> NewTokens | None:
+    """As many rows as new tokens are named; which they are makes no difference to what a run takes."""
+    count = len(adapter.new_tokens) if isinstance(adapter, LoraConfig) else 0
+    last = len(model.get_input_embeddings().weight)
+    return NewTokens(tuple(range(last - count, last))) if count else None
+
+
 def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
     """Build a run's model on meta and measure it. Nothing but its `config.json` is read, no weight and no row.
 
@@ -58,9 +67,15 @@ def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
     model: Any = build_on_meta(model_class(source, own, trust_remote_code=trust), own)
     for parameter in model.parameters():  # not the buffers: rope's frequencies stay fp32
         parameter.data = parameter.data.to(DTYPES[precision])
-    line = None
+    line, quantised = None, {}
     if config.adapter is not None:
-        line = str(apply_adapter(model, config.adapter, config.seed))
+        report = apply_adapter(model, config.adapter, config.seed, _tokens(model, config.adapter))
+        if isinstance(report, LoraReport) and isinstance(config.adapter, LoraConfig) and config.adapter.quantize:
+            double = config.adapter.double_quantize
+            names = quantizable(model)
+            quantised = {name: expected_bytes(model.get_parameter(name).numel(), double) for name in names}
+            report = replace(report, quantized=str(quantized_report(model, names, double)))
+        line = str(report)
     settle_ties(model)
     tie_on_meta(model)
     inside = tuple(f"{layer}." for layer in describe(model).layers)
@@ -70,7 +85,9 @@ def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
         adapters=is_adapter_weight,
         hidden_matrices=lambda name: name.startswith(inside),
     )
-    return Prepared(model, measure(model, optimizer, length=config.data.sequence_length, cpu=cpu), line, precision)
+    length = config.data.sequence_length
+    shape = measure(model, optimizer, length=length, cpu=cpu, quantised=quantised)
+    return Prepared(model, shape, line, precision)
 
 
 def find_model(model: str, revision: str | None = None) -> tuple[ModelSource, Any | None]:

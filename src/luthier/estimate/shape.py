@@ -17,7 +17,7 @@ class Weight:
     Attributes:
         name: within its layer, or full.
         shape: of the whole.
-        itemsize: bytes an element.
+        itemsize: bytes an element; of a quantised weight, scales included, no whole number.
         gradient: bytes an element of its gradient; 0 where it is frozen.
         states: bytes of its optimizer states.
         cut: the dimension that tensor parallelism cuts; None where each of its ranks has the whole.
@@ -27,7 +27,7 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    itemsize: int
+    itemsize: float
     gradient: int
     states: int
     cut: int | None = None
@@ -98,21 +98,21 @@ def totals(weights: tuple[Weight, ...], layout: Layout) -> Totals:
     states = 0.0
     for weight in weights:
         shard, ranks = weight.shard(layout), weight.shards(layout)
-        held += shard * weight.itemsize
+        held += round(shard * weight.itemsize)
         gradients += shard * weight.gradient
         states += weight.states * shard / weight.count
-        whole += shard * ranks * weight.itemsize
+        whole += round(shard * ranks * weight.itemsize)
         if weight.gradient:
             trained += shard
-            whole_gradients += shard * ranks * weight.itemsize
+            whole_gradients += round(shard * ranks * weight.itemsize)
             sums += shard * ranks * weight.gradient
         dealt = weight.expert and layout.ep > 1
         if weight.partial and weight.gradient and not dealt:
             part = math.prod(weight.part(layout))
-            parts += part * weight.itemsize
+            parts += round(part * weight.itemsize)
             wide_parts += part * weight.gradient
         if dealt:
-            expert_held += shard * weight.itemsize
+            expert_held += round(shard * weight.itemsize)
             expert_gradients += shard * weight.gradient
     of_experts = (expert_held, expert_gradients)
     return Totals(held, gradients, states, trained, whole, whole_gradients, sums, *of_experts, parts, wide_parts)
@@ -206,6 +206,7 @@ class ModelShape:
         head_forward, head_backward: operations of the head for one position.
         head_trains: the head's weight needs a gradient.
         cpu: measured as the CPU runs it.
+        dense: bytes of the largest quantised weight, of which one at a time is unpacked.
         exact: activations were found by running layers in outline; else they follow from shapes.
     """
 
@@ -222,6 +223,7 @@ class ModelShape:
     head_trains: bool
     cpu: bool
     exact: bool
+    dense: int = 0
 
     @property
     def weights(self) -> tuple[Weight, ...]:

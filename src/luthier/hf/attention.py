@@ -79,8 +79,9 @@ def document_mask(
             device=device,
             **kwargs,
         )
-    if packed.exchange is not None:
+    if packed.exchange is not None or packed.parents:
         mask_function = _for_the_whole_row(mask_function, packed, device, kwargs)
+    if packed.exchange is not None:
         q_length, kv_length = q_length * packed.exchange.degree, kv_length * packed.exchange.degree
     if batch_size != 1 or q_length != packed.tokens or kv_length != packed.tokens:
         raise ModelError(
@@ -96,25 +97,24 @@ def document_mask(
         batch_size=1, q_length=q_length, kv_length=kv_length, mask_function=mask_function, device=device, **kwargs
     )
     assert mask is not None  # the skips are forbidden above
-    index = packed.index(device)
-    return packed.attach(mask & (index[:, None] == index[None, :]))
+    return packed.attach(mask & packed.meets(device))
 
 
 def _for_the_whole_row(
     mask_function: Callable[..., torch.Tensor], packed: Documents, device: torch.device | str, kwargs: dict[str, Any]
 ) -> Callable[..., torch.Tensor]:
-    """The same mask for a row of which this rank holds a part: asked about places within documents, not the row.
+    """The same mask for a row of which this rank holds a part, or whose documents share beginnings: asked about places
+    within documents, not the row.
 
     Takes the attention mask out of `kwargs`: it is the one of ones that keeps Transformers from looking for documents
-    in this part of the row (`parallel/context.py`).
+    in such a row (`parallel/context.py`, `hf/forward.py`).
     """
     kwargs["attention_mask"] = None
     if kwargs.get("use_vmap") or not kwargs.pop("allow_is_causal_skip", True):
-        raise ModelError(
-            "the model adds a mask of its own, made for the part of the row that one rank holds",
-            where="parallel.cp",
-            remedy="set it to 1",
-        )
+        what, where, remedy = "the part of the row that one rank holds", "parallel.cp", "set it to 1"
+        if packed.parents:
+            what, where, remedy = "rows in which no beginning is shared", "method.share_prompt", "set it to false"
+        raise ModelError(f"the model adds a mask of its own, made for {what}", where=where, remedy=remedy)
     place = packed.positions(device)  # chunks of attention begin at a document's start, wherever that is in the row
 
     def whole(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -130,12 +130,17 @@ def _is_causal(mask_function: Callable[..., torch.Tensor], packed: Documents, de
     which a mask that looks ahead would show later keys. Cost: 2 T evaluations instead of T x T.
     """
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    keys = torch.arange(packed.tokens, device=device)
-    index = packed.index(device)
-    starts = packed.cu_seqlens.to(device).long()
-    last = mask_function(zero, zero, starts[1:][index] - 1, keys)
-    first = mask_function(zero, zero, starts[:-1][index], keys)
-    return bool((last.all() & (first == (keys == starts[:-1][index])).all()).item())
+    keys, firsts, lasts = [], [], []
+    for (start, stop), (begin, end) in zip(packed.spans, packed.beginnings, strict=True):
+        keys += [torch.arange(begin, end), torch.arange(start, stop)]
+        count = stop - start + end - begin
+        firsts.append(torch.full((count,), start))
+        lasts.append(torch.full((count,), stop - 1))
+    key, first, last = (torch.cat(places).to(device) for places in (keys, firsts, lasts))
+    all_met = mask_function(zero, zero, last, key)
+    met = mask_function(zero, zero, first, key)
+    place = packed.positions(device)
+    return bool((all_met.all() & (met == (place[key] <= place[first])).all()).item())
 
 
 @torch.compiler.disable  # looks at documents and architectures on the host; a compiled layer is cut here
@@ -261,10 +266,15 @@ def _whole_row(
     if plain and query.device.type == "cpu" and query.dtype in _BLOCKED_DTYPES:
         scale = query.shape[-1] ** -0.5 if options["scaling"] is None else options["scaling"]
         return blocked_attention(query, key, value, packed, scale), None
-    if pieces is None:
-        pieces = [Piece(slice(*span), slice(*span), slice(*span)) for span in packed.spans]
     options = dict(options)
     bias = options.pop("position_bias", None)
+    if packed.parents:
+        if bias is not None:
+            what = f"{type(module).__name__} has a bias by places in the row, and documents here share their beginning"
+            raise ModelError(what, where="method.share_prompt", remedy="set it to false")
+        return _from_beginnings(own, packed, module, query, key, value, mask, options), None
+    if pieces is None:
+        pieces = [Piece(slice(*span), slice(*span), slice(*span)) for span in packed.spans]
     outputs = []
     for piece in pieces:
         q, k, v = query[:, :, piece.queries], key[:, :, piece.keys], value[:, :, piece.keys]
@@ -276,6 +286,32 @@ def _whole_row(
         extra = {} if bias is None else {"position_bias": bias[:, :, piece.rows, piece.keys]}
         outputs.append(own(module, q, k, v, m, **extra, **options)[0])
     return torch.cat(outputs, dim=1), None
+
+
+def _from_beginnings(
+    own: Attention,
+    packed: Documents,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """[1, T, heads, value_dim]: each document's queries meet the keys of what it goes on from, and its own."""
+    outputs = []
+    for (start, stop), (begin, end) in zip(packed.spans, packed.beginnings, strict=True):
+        q = query[:, :, start:stop]
+        k, v = (torch.cat([t[:, :, begin:end], t[:, :, start:stop]], 2) for t in (key, value))
+        m = None
+        if mask is not None:
+            m = torch.cat([mask[:, :, start:stop, begin:end], mask[:, :, start:stop, start:stop]], 3)
+        if own is not sdpa_attention_forward:
+            m = _additive(m, q, k)
+        elif m is None and end > begin:
+            m = _causal(q, k)
+        outputs.append(own(module, q, k, v, m, **options)[0])
+    return torch.cat(outputs, dim=1)
 
 
 def own_attention(module: torch.nn.Module, kwargs: dict[str, Any]) -> Attention:

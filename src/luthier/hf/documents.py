@@ -4,6 +4,9 @@
 does not build a [T, T] mask but returns a *channel*: a tiny int32 tensor [1, 1, 1, documents + 1], `cu_seqlens`.
 Transformers hands a mask to every layer as an argument, whatever the architecture, so activation checkpointing keeps
 it for the recomputation in the backward pass, where a global or a context variable would be gone without a word.
+
+Documents may share a beginning (the prompt of two answers): it then lies in the row once, and each of them goes on from
+it. The channel has a second row of numbers in that case, which beginning each document follows.
 """
 
 from __future__ import annotations
@@ -62,24 +65,36 @@ class Documents:
     Attributes:
         cu_seqlens: int32 [documents + 1], first position of each document, then T.
         bounds: the same numbers on the host.
+        parents: for each document the one that it goes on from, which goes on from none itself, or -1; empty where none
+            goes on from another.
         exchange: where several ranks hold the row, each a part of it; None where every rank has it whole.
     """
 
     cu_seqlens: torch.Tensor
     bounds: tuple[int, ...]
+    parents: tuple[int, ...] = ()
     exchange: Exchange | None = field(default=None, compare=False)
 
     @staticmethod
-    def of(cu_seqlens: torch.Tensor | Sequence[int]) -> Documents:
+    def of(cu_seqlens: torch.Tensor | Sequence[int], parents: Sequence[int] = ()) -> Documents:
         """Read the bounds once, so that no layer has to synchronise with the device.
 
+        Args:
+            cu_seqlens: first position of each document, then T.
+            parents: as of the attribute.
+
         Raises:
-            ValueError: the bounds do not rise from 0.
+            ValueError: the bounds do not rise from 0, or a parent does not come before its document.
         """
         tensor = torch.as_tensor(cu_seqlens, dtype=torch.int32).flatten()
         bounds = tuple(tensor.tolist())
         if len(bounds) < 2 or bounds[0] != 0 or any(b <= a for a, b in pairwise(bounds)):
             raise ValueError(f"cu_seqlens must rise from 0 to the row's length, not {bounds}")
+        if any(parent >= 0 for parent in parents):
+            roots = len(parents) == len(bounds) - 1 and all(p < n for n, p in enumerate(parents))
+            if not roots or any(parents[parent] >= 0 for parent in parents if parent >= 0):
+                raise ValueError(f"a document goes on from an earlier one that goes on from none, not {parents}")
+            return Documents(tensor, bounds, tuple(parents))
         return Documents(tensor, bounds)
 
     @property
@@ -98,8 +113,25 @@ class Documents:
         return list(pairwise(self.bounds))
 
     @property
+    def beginnings(self) -> list[tuple[int, int]]:
+        """[(first, one past the last)] of what each document goes on from; (0, 0) for none."""
+        spans = self.spans
+        parents = self.parents or (-1,) * len(spans)
+        return [spans[parent] if parent >= 0 else (0, 0) for parent in parents]
+
+    @property
     def longest(self) -> int:
-        return max(stop - start for start, stop in self.spans)
+        pairs = zip(self.spans, self.beginnings, strict=True)
+        return max(stop - start + end - begin for (start, stop), (begin, end) in pairs)
+
+    def meets(self, device: torch.device | str) -> torch.Tensor:
+        """bool [T, T]: whether two positions, a query's and a key's, are of one text, in whatever order."""
+        index = self.index(device)
+        same: torch.Tensor = index[:, None] == index[None, :]
+        if not self.parents:
+            return same
+        before = torch.tensor(self.parents, device=device)[index]
+        return same | (before[:, None] == index[None, :])
 
     def index(self, device: torch.device | str) -> torch.Tensor:
         """int64 [T]: the number of the document that each position belongs to."""
@@ -107,13 +139,18 @@ class Documents:
         return torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
 
     def positions(self, device: torch.device | str) -> torch.Tensor:
-        """int64 [T]: the place of each position within its document."""
-        starts = torch.tensor([start for start, _ in self.spans])
+        """int64 [T]: the place of each position within its document, what this goes on from counted in."""
+        pairs = zip(self.spans, self.beginnings, strict=True)
+        starts = torch.tensor([start - (end - begin) for (start, _), (begin, end) in pairs])
         return (torch.arange(self.tokens) - starts[self.index("cpu")]).to(device)
 
     def channel(self, device: torch.device | str) -> torch.Tensor:
-        """int32 [1, 1, 1, documents + 1] that stands for "causal within each document" in the place of a mask."""
+        """int32 [1, 1, 1, documents + 1] that stands for "causal within each document" in the place of a mask; with a
+        second row, [1, 1, 2, documents + 1], of the parents and a last -1, where there are any."""
         tensor = self.cu_seqlens.to(device).reshape(1, 1, 1, -1)
+        if self.parents:
+            second = torch.tensor([*self.parents, -1], dtype=torch.int32, device=tensor.device)
+            tensor = torch.cat([tensor, second.reshape(1, 1, 1, -1)], 2)
         return self.attach(tensor)
 
     def attach(self, mask: torch.Tensor) -> torch.Tensor:
@@ -169,5 +206,5 @@ def documents_of(mask: torch.Tensor | None) -> Documents | None:
         return None
     carried: Documents | None = getattr(mask, _ATTRIBUTE, None)
     if carried is None and is_channel(mask):
-        return Documents.of(mask)
+        return Documents.of(mask[0, 0, 0], mask[0, 0, 1, :-1].tolist() if mask.shape[2] > 1 else ())
     return carried

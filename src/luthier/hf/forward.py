@@ -18,7 +18,7 @@ from luthier.batch import Batch, Sample
 from luthier.errors import first_line
 from luthier.hf.anatomy import backbone_name
 from luthier.hf.attention import takes_attention
-from luthier.hf.documents import documents
+from luthier.hf.documents import Documents, documents
 from luthier.hf.head import head_logits
 from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.routing import counted
@@ -45,10 +45,13 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
         arguments["position_ids"] = batch.position_ids
         if virtual.prepare is not None:
             virtual.prepare(model)
+    if batch.parents:
+        # without a mask Transformers would take the second answer to a prompt for a document of its own
+        arguments["attention_mask"] = torch.ones_like(batch.input_ids, dtype=torch.bool)
     accepted = _accepted(type(backbone).forward)
     if accepted is not None:
         arguments = {name: value for name, value in arguments.items() if name in accepted}
-    with documents(batch.cu_seqlens, told=not masks_itself(model)), counted(batch):
+    with documents(Documents.of(batch.cu_seqlens, batch.parents), told=not masks_itself(model)), counted(batch):
         output = backbone(input_ids=batch.input_ids, **arguments)
     hidden = output[0]
     assert isinstance(hidden, torch.Tensor)

@@ -18,9 +18,18 @@ from luthier.hf.documents import Documents, active_documents
 def follow_documents(model: nn.Module) -> None:
     """Let rotary embeddings whose frequencies depend on length compute those of each document by its own, in place."""
     for module in model.modules():
-        kind = str(getattr(module, "rope_type", ""))
-        if "longrope" in kind or "dynamic" in kind:
+        if _by_length(module):
             module.forward = partial(_by_document, module)
+
+
+def depends_on_length(model: nn.Module) -> bool:
+    """Whether what a model makes of a position depends on how long its document is."""
+    return any(_by_length(module) for module in model.modules())
+
+
+def _by_length(module: nn.Module) -> bool:
+    kind = str(getattr(module, "rope_type", ""))
+    return "longrope" in kind or "dynamic" in kind
 
 
 def _by_document(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

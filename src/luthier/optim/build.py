@@ -26,6 +26,7 @@ def build_optimizer(
     *,
     adapters: Callable[[str], bool] | None = None,
     hidden_matrices: Callable[[str], bool] | None = None,
+    rates: Callable[[str, torch.Tensor, float], float] | None = None,
     seed: int = 0,
     part: bool = False,
 ) -> Optimizer:
@@ -40,6 +41,7 @@ def build_optimizer(
         adapters: which names are adapter weights. Under adamw these are bf16 and nothing else where they are bf16, with
             stochastic rounding; all other bf16 weights are exact in fp32 (docs/decisions/0001-bf16-weights.md).
         hidden_matrices: which names Muon may treat: matrices inside the layers, no embedding, no head.
+        rates: name, parameter and the config's learning rate -> the rate of that parameter; one for all when left out.
         seed: of stochastic rounding.
         part: these are one stage's of a model, so that perhaps others train and none of them.
 
@@ -57,7 +59,7 @@ def build_optimizer(
             where="optimizer.name",
             remedy="use adamw, or set train.precision (with adapters: adapter.dtype) to bf16",
         )
-    groups: dict[tuple[bool, bool, bool], dict[str, Any]] = {}
+    groups: dict[tuple[bool, bool, bool, float], dict[str, Any]] = {}
     for name, parameter in trained:
         if parameter.dtype == torch.bfloat16:
             parameter.grad_dtype = torch.float32
@@ -67,10 +69,13 @@ def build_optimizer(
         orthogonal = (
             config.name == "muon" and parameter.ndim == 2 and hidden_matrices is not None and hidden_matrices(name)
         )
-        key = (decays(name, parameter), stochastic, orthogonal)
+        numbers = _hyperparameters(config, orthogonal=orthogonal)
+        if rates is not None:
+            numbers["lr"] = rates(name, parameter, numbers["lr"])
+        key = (decays(name, parameter), stochastic, orthogonal, numbers["lr"])
         if key not in groups:
             groups[key] = {
-                **_hyperparameters(config, orthogonal=orthogonal),
+                **numbers,
                 "weight_decay": config.weight_decay if key[0] else 0.0,
                 "rounding": "stochastic" if stochastic else "remainder",
                 "state_dtype": config.state_dtype if isinstance(config, StochasticAdamWConfig) else "fp32",

@@ -16,7 +16,7 @@ from luthier.data.loader import StepBatch
 from luthier.engine.step import forward_backward_all
 from luthier.losses.preference import document_sums
 from luthier.recipes.loop import noted, update
-from luthier.recipes.references import held_out_reference, held_out_sums, totals, with_reference
+from luthier.recipes.references import held_out_reference, held_out_sums, shares_prompts, totals, with_reference
 from luthier.recipes.run import Run
 
 ANSWERS = "answers"
@@ -114,7 +114,7 @@ def take_step(run: Run, batch: StepBatch, objective: Objective) -> dict[str, flo
             value = value - (torch.where(counted != 0, logprobs, 0.0).double() * counted).sum() * weight
         return value
 
-    outputs = forward_backward_all(run.state, microbatches, loss)
+    outputs = forward_backward_all(run.state, microbatches, loss, share_prefixes=shares_prompts(run))
     with torch.no_grad():
         told = torch.zeros(4, dtype=torch.float64)
         for microbatch, output in zip(microbatches, outputs, strict=True):

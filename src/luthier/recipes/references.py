@@ -67,6 +67,7 @@ def sums_of(
     *,
     sequence_length: int,
     packing: bool,
+    share_prefixes: bool = False,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities of the answers of rows, and how many tokens each has; on a layout all ranks call it.
@@ -77,6 +78,7 @@ def sums_of(
         numbers: which of them.
         sequence_length: as of the data section.
         packing: whether several rows may share a batch.
+        share_prefixes: whether a row's prompt is run once for its answers.
         progress: told how many rows are done.
 
     Returns:
@@ -95,7 +97,7 @@ def sums_of(
     done = 0
     try:
         while group := list(islice(remaining, together)):
-            for batch, logprobs in zip(group, logprobs_of(network, group), strict=True):
+            for batch, logprobs in zip(group, logprobs_of(network, group, share_prefixes=share_prefixes), strict=True):
                 sums = document_sums(logprobs.cpu(), batch.weights[0], batch.cu_seqlens).numpy()
                 tokens = document_sums(torch.ones_like(batch.weights[0]), batch.weights[0], batch.cu_seqlens).numpy()
                 document = 0
@@ -142,6 +144,7 @@ def references(run: Run, rows: Rows, numbers: np.ndarray) -> np.ndarray:
                     missing,
                     sequence_length=run.config.data.sequence_length,
                     packing=run.config.data.packing and not network.packing_fault,
+                    share_prefixes=shares_prompts(run),
                     progress=told,
                 )
             if file is not None and run.state.is_main:
@@ -219,7 +222,7 @@ def with_reference(run: Run, batches: Sequence[Batch]) -> list[Batch]:
         was_training = state.model.training
         state.model.eval()
         with run.initial.restored(state):
-            logprobs = logprobs_of(state, batches)
+            logprobs = logprobs_of(state, batches, share_prefixes=shares_prompts(run))
         state.model.train(was_training)
         sums = [
             document_sums(found.cpu(), batch.weights[0], batch.cu_seqlens)
@@ -236,7 +239,9 @@ def _looked_up(batch: Batch, known: np.ndarray) -> torch.Tensor:
     found: list[float] = []
     for row in batch.rows:
         found += known[row.number, : row.documents].tolist() if row.number >= 0 else [0.0] * row.documents
-    return torch.tensor(found, dtype=torch.float64)
+    values = torch.tensor(found, dtype=torch.float64)
+    assert not values.isnan().any(), "the reference was not asked for a row of this batch"
+    return values
 
 
 def _with(batch: Batch, reference: torch.Tensor) -> Batch:
@@ -254,6 +259,7 @@ def held_out_sums(run: Run) -> tuple[np.ndarray, np.ndarray]:
             np.arange(len(rows)),
             sequence_length=data.sequence_length,
             packing=data.packing and not run.state.packing_fault,
+            share_prefixes=shares_prompts(run),
             progress=told,
         )
 
@@ -270,6 +276,11 @@ def held_out_reference(run: Run) -> np.ndarray:
         else:
             run.held_out_reference = references(run, rows, numbers)
     return run.held_out_reference
+
+
+def shares_prompts(run: Run) -> bool:
+    """Whether the prompt of a row's answers is to be run once."""
+    return bool(getattr(run.config.method, "share_prompt", True))
 
 
 def totals(run: Run, values: Sequence[float]) -> list[float]:

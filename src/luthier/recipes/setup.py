@@ -50,6 +50,8 @@ def tokenizer_of(config: RunConfig, adapter: Path | None = None) -> Any:
         config: of the run.
         adapter: a directory of PEFT files; if these have rows of single tokens, their tokenizer knows which.
     """
+    if adapter is None and isinstance(config.adapter, LoraConfig) and config.adapter.start_from is not None:
+        adapter = Path(config.adapter.start_from)
     if config.tokenizer is None and adapter is not None and (adapter / "tokenizer_config.json").is_file():
         with suppress(ModelError):  # whoever reads the weights says what is wrong with these files
             if kind_of_files(adapter) == "lora" and read_peft_config(adapter).tokens:

@@ -42,6 +42,9 @@ def verify(config: RunConfig, *, tiny: bool, nproc: int | None = None) -> tuple[
     if config.adapter is not None and config.adapter.kind != "lora":
         what = f"adapters of kind {config.adapter.kind} have no reference here"
         raise ConfigError(what, where="adapter.kind", remedy="verify the layout with kind: lora")
+    if config.adapter is not None and config.adapter.new_tokens:
+        what = "rows of single tokens have no reference here"
+        raise ConfigError(what, where="adapter.new_tokens", remedy="leave it out")
     if config.adapter is not None and config.adapter.dropout:
         raise ConfigError("dropout cannot be compared", where="adapter.dropout", remedy="set it to 0")
     if config.adapter is not None:

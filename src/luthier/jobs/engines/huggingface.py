@@ -103,6 +103,8 @@ def _adapter(adapter: LoraConfig) -> Iterator[ConfigError]:
             yield _refusal("adapter.target", f"PEFT takes a pattern ({name}) only by itself", "use one pattern for all")
     if adapter.init not in ("default", "gaussian", "orthogonal"):
         yield _refusal("adapter.init", f"SFTTrainer's export of {adapter.init} is for another base", _OWN)
+    if adapter.learning_rate_ratio is not None:
+        yield _refusal("adapter.learning_rate_ratio", "SFTTrainer has one learning rate", _OWN)
     for name in adapter.train_modules:
         if not _NAME.fullmatch(name):
             yield _refusal("adapter.train_modules", f"PEFT takes names and no patterns ({name})", "name the modules")
@@ -134,7 +136,7 @@ _FIELDS: list[tuple[str, _Allowed, str, str]] = [
         "rename it",
     ),
     ("adapter.start_from", (None,), "SFTTrainer begins with new adapters", _OWN),
-    ("adapter.new_tokens", ([],), "SFTTrainer adds no tokens to a tokenizer", _OWN),
+    ("adapter.new_tokens", (None, []), "SFTTrainer adds no tokens to a tokenizer", _OWN),
     ("adapter.quantize", (None,), "SFTTrainer is given plain weights", _OWN),
     ("adapter.dtype", (None, "fp32"), "PEFT keeps adapters in fp32", "leave it out"),
     (
