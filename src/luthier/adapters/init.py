@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from luthier.adapters.dora import initialise_magnitude
 from luthier.adapters.experts import Adapted, ExpertsAdapter, adapted
 from luthier.adapters.layer import LoraLayer
+from luthier.adapters.loftq import rounds_of, started
 from luthier.adapters.principal import take_from_base, takes_from_base
 from luthier.hf.shards import fill
 
@@ -58,6 +59,11 @@ def initialise_adapters(model: nn.Module, seed: int, init: str = "default") -> N
         if takes_from_base(init):
             assert isinstance(layer, LoraLayer)
             take_from_base(layer, name, init, stream(name, seed), turn)
+            continue
+        if rounds_of(init):
+            assert isinstance(layer, LoraLayer)
+            for place, value in zip((layer.lora_A.weight, layer.lora_B.weight), started(layer), strict=True):
+                fill(place, value.to(place.dtype))
             continue
         down, up = first_values(name, layer, seed, init)
         fill(layer.lora_A.weight, down)

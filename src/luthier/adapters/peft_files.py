@@ -13,8 +13,9 @@ from luthier.adapters import peft_experts
 from luthier.adapters.experts import StackShape, adapted, stack_shape
 from luthier.adapters.layer import LoraSpec, is_adapter_weight
 from luthier.adapters.peft_config import CONFIG_FILE, PeftConfig, read_peft_config, read_tensors
+from luthier.adapters.peft_rows import in_order, tokens_in_file
 from luthier.adapters.rows import SUFFIX as ROWS
-from luthier.adapters.rows import attach_rows, in_order, rows_of, tie_rows, tokens_in_file
+from luthier.adapters.rows import attach_rows, rows_of, tie_rows
 from luthier.adapters.structure import (
     attach_all,
     freeze,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -11,12 +10,14 @@ import torch
 from torch import Tensor
 
 from luthier.adapters import peft_experts
+from luthier.adapters.aside import aside_of, rename
 from luthier.adapters.experts import Adapted, ExpertsAdapter, adapted
 from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, peft_config_json
 from luthier.adapters.peft_files import LENGTHS, MATRIX, PREFIX, WRAPPERS
+from luthier.adapters.peft_rows import ids_for_peft
 from luthier.adapters.principal import filed_spec
 from luthier.adapters.rows import SUFFIX as ROWS
-from luthier.adapters.rows import ids_for_peft, rows_of
+from luthier.adapters.rows import rows_of
 from luthier.adapters.structure import (
     both_ends_trained,
     wholly_trained,
@@ -98,7 +99,7 @@ def save_peft(
     )
     target = Path(directory)
     leads = rank_in(group) == 0
-    aside = _aside(target / WEIGHT_FILES[0])
+    aside = aside_of(target / WEIGHT_FILES[0])
     with together(group):
         if leads:
             target.mkdir(parents=True, exist_ok=True)
@@ -109,10 +110,10 @@ def save_peft(
         _write_own(aside, list(entries.values()), own, writers, group)
     with together(group):
         if leads:
-            _rename(aside, target / WEIGHT_FILES[0])
-            aside = _aside(target / CONFIG_FILE)
+            rename(aside, target / WEIGHT_FILES[0])
+            aside = aside_of(target / CONFIG_FILE)
             aside.write_text(text, encoding="utf-8")
-            _rename(aside, target / CONFIG_FILE)
+            rename(aside, target / CONFIG_FILE)
     return target
 
 
@@ -188,18 +189,3 @@ def _as_filed(key: str, value: Tensor) -> Tensor:
     if value.dim() != 3 or (found := MATRIX.fullmatch(key)) is None:
         return value
     return peft_experts.flat(found["side"], value)
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.aside")
-
-
-def _rename(aside: Path, path: Path) -> None:
-    with open(aside, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

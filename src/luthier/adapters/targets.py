@@ -24,9 +24,10 @@ def resolve_targets(
 
     Args:
         model: a Transformers model, on meta or real.
-        items: each a role (attn, mlp with the experts, experts alone, unembed), all-linear (every linear module of the
-            layers but routers), the last part of a name or a dotted ending of it (q_proj, mlp.down_proj,
-            experts.down_proj, layers.3.self_attn.q_proj), or a regular expression over full names.
+        items: each a role (attn, mlp with the experts, experts alone, unembed, and of a model that sees vision,
+            vision_attn, vision_mlp, projector), all-linear (every linear module of the text's layers but routers), the
+            last part of a name or a dotted ending of it (q_proj, mlp.down_proj, experts.down_proj,
+            layers.3.self_attn.q_proj), or a regular expression over full names.
         without: full names of modules that are trained whole; nothing in them is adapted.
         where: the field, for messages.
 

@@ -71,11 +71,6 @@ class RunConfig(Section):
     def _home(cls, value: Path) -> Path:
         return value.expanduser()
 
-    @field_validator("adapter", mode="before")
-    @classmethod
-    def _default_adapter(cls, value: Any) -> Any:
-        return {"kind": "lora", **value} if isinstance(value, dict) else value
-
     @field_validator("optimizer", mode="before")
     @classmethod
     def _default_optimizer(cls, value: Any) -> Any:

@@ -44,6 +44,8 @@ class Network:
     """Why several documents cannot stand in one microbatch of this architecture; empty where they can."""
     prefix_fault: str | None = None
     """Why prompts that answers share are run with each of them; empty where they are run once, None: not asked yet."""
+    picture_fault: str | None = None
+    """Why several documents with pictures cannot stand in one microbatch; empty where they can, None until asked."""
     limits: Limits | None = None
     """Which ids and how long rows the model can read; None = not known, so not checked."""
     balance: Balance | None = None
@@ -101,10 +103,10 @@ def require_readable(network: Network, batch: Batch) -> None:
     """
     if network.limits is not None:
         network.limits.check(batch)
-    if network.packing_fault and batch.documents > 1:
+    fault = network.packing_fault or (network.picture_fault if batch.sights is not None else "")
+    if fault and batch.documents > 1:
         raise ModelError(
-            f"{type(network.model).__name__} cannot run {batch.documents} documents in one batch: "
-            f"{network.packing_fault}",
+            f"{type(network.model).__name__} cannot run {batch.documents} documents in one batch: {fault}",
             where="batch",
             remedy="give each document a batch of its own (luthier.pack does)",
         )

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from luthier.batch import Batch, Sample
 from luthier.data.cache import cache_directory
-from luthier.data.loader import Rows, iterate_once
+from luthier.data.loader import Rows, iterate_once, pack
 from luthier.engine import randomness
 from luthier.engine.evaluate import logprobs_of
 from luthier.engine.identity import model_digest
@@ -97,8 +97,8 @@ def sums_of(
     done = 0
     try:
         while group := list(islice(remaining, together)):
-            for batch, logprobs in zip(group, logprobs_of(network, group, share_prefixes=share_prefixes), strict=True):
-                sums = document_sums(logprobs.cpu(), batch.weights[0], batch.cu_seqlens).numpy()
+            for batch, values in zip(group, logprobs(network, group, share_prefixes), strict=True):
+                sums = document_sums(values.cpu(), batch.weights[0], batch.cu_seqlens).numpy()
                 tokens = document_sums(torch.ones_like(batch.weights[0]), batch.weights[0], batch.cu_seqlens).numpy()
                 document = 0
                 for row in batch.rows:
@@ -116,6 +116,31 @@ def sums_of(
         found = mesh.sum(torch.from_numpy(found).to(network.device)).cpu().numpy()
     there = found[2] > 0
     return np.where(there, found[0], np.nan), np.where(there, found[1], np.nan)
+
+
+def logprobs(network: Network, batches: Sequence[Batch], share_prefixes: bool) -> list[torch.Tensor]:
+    """`logprobs_of`, for a model that reads one document at a time too."""
+    if not network.packing_fault:
+        return logprobs_of(network, batches, share_prefixes=share_prefixes)
+    pieces = [apart(batch) for batch in batches]
+    found = iter(logprobs_of(network, [piece for each in pieces for piece in each]))
+    told = [[next(found) for _ in each] for each in pieces]
+    return [torch.cat(values)[: batch.tokens] for batch, values in zip(batches, told, strict=True)]
+
+
+def apart(batch: Batch) -> list[Batch]:
+    """The documents of a microbatch of one row, each a microbatch of its own; and so many that only take part that all
+    ranks have equally many."""
+    bounds = list(pairwise(batch.cu_seqlens.tolist()))
+    assert len(bounds) <= WIDTH
+    found = []
+    for number, (start, stop) in enumerate(bounds):
+        tokens, places, targets, weights = (
+            values[:, start:stop] for values in (batch.input_ids, batch.position_ids, batch.targets, batch.weights)
+        )
+        ends = torch.tensor([0, stop - start], dtype=torch.int32)
+        found.append(Batch(tokens, places, targets, weights, ends, batch.origins[number : number + 1]))
+    return found + [pack([]) for _ in range(WIDTH - len(found))]
 
 
 def references(run: Run, rows: Rows, numbers: np.ndarray) -> np.ndarray:
@@ -222,11 +247,11 @@ def with_reference(run: Run, batches: Sequence[Batch]) -> list[Batch]:
         was_training = state.model.training
         state.model.eval()
         with run.initial.restored(state):
-            logprobs = logprobs_of(state, batches, share_prefixes=shares_prompts(run))
+            told = logprobs(state, batches, shares_prompts(run))
         state.model.train(was_training)
         sums = [
             document_sums(found.cpu(), batch.weights[0], batch.cu_seqlens)
-            for batch, found in zip(batches, logprobs, strict=True)
+            for batch, found in zip(batches, told, strict=True)
         ]
         return [_with(batch, values) for batch, values in zip(batches, sums, strict=True)]
     if run.reference is None:

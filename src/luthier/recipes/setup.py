@@ -20,9 +20,11 @@ from luthier.data.loader import Rows, StreamRows, build_rows, iterate_once
 from luthier.engine.build import build_network, build_state, choose_device
 from luthier.engine.identity import model_digest
 from luthier.engine.network import Network
+from luthier.engine.pictures import picture_fault
 from luthier.engine.randomness import seed_everything
 from luthier.engine.state import TrainState
 from luthier.errors import ModelError
+from luthier.hf.processor import open_eyes
 from luthier.hf.source import ModelSource, resolve
 from luthier.hf.tokenizer import load_tokenizer
 from luthier.launch import FIRST_STEP_TIMEOUT, set_timeout
@@ -60,12 +62,10 @@ def tokenizer_of(config: RunConfig, adapter: Path | None = None) -> Any:
 
 
 def _tokenizers(config: RunConfig) -> tuple[Any, NewTokens | None]:
-    tokenizer = load_tokenizer(
-        model_source(config),
-        tokenizer=config.tokenizer,
-        chat_template=config.data.chat_template,
-        trust_remote_code=config.trust_remote_code,
-    )
+    source, trust = model_source(config), config.trust_remote_code
+    template = config.data.chat_template
+    tokenizer = load_tokenizer(source, tokenizer=config.tokenizer, chat_template=template, trust_remote_code=trust)
+    open_eyes(source, tokenizer, trust_remote_code=trust)
     named = config.adapter.new_tokens if isinstance(config.adapter, LoraConfig) else []
     return tokenizer, add_tokens(tokenizer, named) if named else None
 
@@ -167,8 +167,17 @@ def held_out_batches(network: Network, rows: Rows, config: RunConfig) -> Iterato
         config.data.sequence_length,
         rank=mesh.data_rank if mesh is not None else 0,
         world_size=mesh.data_ranks if mesh is not None else 1,
-        packing=config.data.packing and not network.packing_fault,
+        packing=config.data.packing and not unpackable(network, rows),
     )
+
+
+def unpackable(network: Network, rows: Rows | StreamRows) -> str:
+    """Why rows cannot stand in one microbatch, as a clause; empty where they can."""
+    if not rows.pictures or rows.sight is None or network.packing_fault:
+        return network.packing_fault
+    if network.picture_fault is None:
+        network.picture_fault = picture_fault(network, rows.sight)
+    return network.picture_fault
 
 
 def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:

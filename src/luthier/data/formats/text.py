@@ -6,7 +6,8 @@ from luthier.batch import Sample
 from luthier.config.sections import SourceConfig
 from luthier.data.formats.base import Row, Samples, closed, text_of
 from luthier.errors import ConfigError
-from luthier.hf.render import Encoder, Tokenizer
+from luthier.hf.render import Tokenizer
+from luthier.hf.sight import encoder_of
 
 
 class TextFormat:
@@ -18,7 +19,7 @@ class TextFormat:
     """
 
     def __init__(self, tokenizer: Tokenizer, source: SourceConfig) -> None:
-        self._encoder = Encoder(tokenizer)
+        self._encoder = encoder_of(tokenizer)
         self._column = source.column or "text"
         self._ends = source.options.get("eos", True)
         if not isinstance(self._ends, bool):
