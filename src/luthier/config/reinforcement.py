@@ -54,7 +54,7 @@ class GrpoConfig(Method):
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Whose standard deviation rewards less their group's mean are divided by."""
     beta: NonNegativeFloat = 0.0
-    """Weight of the divergence from the model as it was before its first step; the weights that train are kept for it."""
+    """Weight of the divergence from the model before its first step; the weights that train are kept for it."""
     unbiased_kl: bool = True
     """Multiply the divergence by the ratio, so that its gradient is that of the reverse KL (DeepSeek-AI 2025,
     https://arxiv.org/abs/2512.02556), as TRL does."""
