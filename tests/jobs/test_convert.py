@@ -15,6 +15,7 @@ import pytest
 
 from luthier.errors import ConfigError
 from luthier.jobs import (
+    AdapterConfig,
     BuiltinTrainer,
     CustomDataset,
     CustomTrainer,
@@ -31,6 +32,7 @@ from luthier.jobs import (
     LuthierConfig,
     ModelExporter,
     ModelInitializer,
+    PrefixConfig,
     S3DatasetInitializer,
     S3ModelInitializer,
     ShardingStrategy,
@@ -112,7 +114,7 @@ def stands_alone(rows: Path | None = None) -> Any:
 
 
 T, L, INSTRUCT, CHAT = TorchTuneConfig, LoraConfig, TorchTuneInstructDataset, TorchTuneChatDataset
-F, Z = FsdpConfig, ZeroConfig
+F, Z, A, P = FsdpConfig, ZeroConfig, AdapterConfig, PrefixConfig
 HYBRID = ShardingStrategy.HYBRID_SHARD
 SHARDED = {"dp_replicate": 1, "dp_shard": -1, "reshard": "always"}
 PICTURES, FUNCTION = TorchTuneMultimodalDataset, CustomTrainer
@@ -208,6 +210,12 @@ ROWS = [
     effect(L, "quantize_base", True, "config.adapter.quantize", "nf4"),
     effect(L, "use_dora", False, "config.adapter.dora", False),
     effect(L, "use_dora", True, "config.adapter.dora", True),
+    # adapters beside text
+    effect(A, "adapter_len", 4, "config.adapter", {"kind": "adaption_prompt", "adapter_len": 4}),
+    effect(A, "adapter_layers", 3, "config.adapter.adapter_layers", 3),
+    refusal(A, "adapter_layers", 0, "peft_config.adapter_layers: must be more than 0"),
+    effect(P, "num_virtual_tokens", 4, "config.adapter", {"kind": "prefix", "num_virtual_tokens": 4}),
+    refusal(P, "num_virtual_tokens", 0, "peft_config.num_virtual_tokens: must be more than 0"),
     # who holds what of the model
     effect(T, "fsdp_config", F(), "config.train.activation_checkpointing", "full"),
     refusal(T, "fsdp_config", F(), "config.dtype: excludes fsdp_config", dtype="bf16"),
@@ -344,7 +352,7 @@ def spec_of(client: Any, row: Row) -> Any:
     elif row.cls in (FsdpConfig, ZeroConfig):
         which = "fsdp_config" if row.cls is FsdpConfig else "zero_config"
         trainer = BuiltinTrainer(TorchTuneConfig(num_nodes=2, num_procs_per_node=4, **{which: thing}))
-    elif row.cls is LoraConfig:
+    elif row.cls in (LoraConfig, AdapterConfig, PrefixConfig):
         trainer = BuiltinTrainer(TorchTuneConfig(peft_config=thing))
     elif row.cls in (INSTRUCT, CHAT, PICTURES, CustomDataset):
         trainer = BuiltinTrainer(TorchTuneConfig(dataset_preprocess_config=thing))
@@ -377,7 +385,7 @@ def test_a_field(client, row):
 
 @pytest.mark.parametrize(
     "cls",
-    [T, L, F, Z, INSTRUCT, CHAT, PICTURES, CustomDataset, CustomTrainer, CustomTrainerContainer, BuiltinTrainer],
+    [T, L, F, Z, A, P, INSTRUCT, CHAT, PICTURES, CustomDataset, CustomTrainer, CustomTrainerContainer, BuiltinTrainer],
     ids=lambda c: c.__name__,
 )
 def test_no_field_is_without_a_row(cls):

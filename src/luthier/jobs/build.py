@@ -148,6 +148,9 @@ def _builtin(asked: Asked, runtime: Runtime, trainer: BuiltinTrainer) -> dict[st
         _check_engine(asked, trainer, draft.config)
     if asked.exporter is not None and asked.exporter.form == "adapter" and not adapts:
         asked.refuse("exporter.form", "there is no adapter", "train one with peft_config, or export merged")
+    kind = (draft.config.get("adapter") or {}).get("kind", "lora")
+    if asked.exporter is not None and asked.exporter.form == "merged" and kind != "lora":
+        asked.refuse("exporter.form", f"there is no weight that {kind} could be merged into", 'set form="adapter"')
     return size | {
         "recipe": select("lora" if adapts else "full", nodes, None if processes == "auto" else processes).recipe,
         "engine": trainer.engine,

@@ -123,6 +123,7 @@ _Allowed = tuple[Any, ...] | Callable[[Any], bool]
 
 _FIELDS: list[tuple[str, _Allowed, str, str]] = [
     ("tokenizer", (None,), "SFTTrainer takes the model's own tokenizer", "put another one's files beside the model"),
+    ("method.name", ("sft",), "SFTTrainer knows no other method", _OWN),
     ("from_scratch", (False,), "SFTTrainer begins with pretrained weights", _OWN),
     ("data.train", lambda value: value is not None, "is missing", "name the rows"),
     ("data.validation_fraction", (None,), "other rows would be held out", "name validation rows"),
@@ -145,6 +146,8 @@ _FIELDS: list[tuple[str, _Allowed, str, str]] = [
         "SFTTrainer has no such optimizer",
         "use adamw, sgd or adafactor",
     ),
+    ("optimizer.in_backward", (False,), "SFTTrainer takes its steps after the backward pass", _OWN),
+    ("optimizer.state_dtype", (None, "fp32"), "moments are in the weights' dtype here", _OWN),
     ("schedule.name", ("constant", "linear", "cosine", "wsd"), "SFTTrainer has no such one", "use wsd or cosine"),
     (
         "schedule",
