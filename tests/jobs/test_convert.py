@@ -285,17 +285,16 @@ ROWS = [
     refusal(CHAT, "conversation_style", "chatml", 'conversation_style: "chatml" is neither openai nor sharegpt'),
     effect(CHAT, "train_on_input", False, "config.data.train.0.train_on_input", False),
     effect(CHAT, "new_system_prompt", "", "config.data.train.0.system_prompt", ""),
-    # pictures are refused as a whole
-    *(
-        refusal(PICTURES, field, value, "dataset_preprocess_config: data with pictures cannot be trained on yet")
-        for field, value in {
-            "source": "parquet",
-            "split": "train",
-            "column_map": {"input": "q"},
-            "image_dir": "pictures",
-            "image_tag": "<image>",
-        }.items()
-    ),
+    # rows with pictures
+    effect(PICTURES, "source", "parquet", "config.data.train.0.kind", "parquet"),
+    effect(PICTURES, "split", "train", "config.data.train.0.split", "train"),
+    effect(PICTURES, "column_map", {"image": "photo"}, "config.data.train.0.image_column", "photo"),
+    effect(PICTURES, "column_map", {"input": "q"}, "config.data.train.0.columns.completion", "output"),
+    refusal(PICTURES, "column_map", {"picture": "p"}, "column_map.picture: is no column of this format"),
+    effect(PICTURES, "image_dir", "photos", "config.data.train.0.image_root", "dataset/photos"),
+    refusal(PICTURES, "image_dir", "../photos", "image_dir: leads out of the data set"),
+    effect(PICTURES, "image_tag", "<image>", "config.data.train.0", {"path": "dataset"}),
+    refusal(PICTURES, "image_tag", "<img>", 'image_tag: "<img>" is not <image>'),
     # one's own class
     effect(CustomDataset, "name", "my.rows:Mine", "config.data.train.0.format", "my.rows:Mine"),
     refusal(CustomDataset, "name", "nobody", 'name: no data-set class is called "nobody"'),

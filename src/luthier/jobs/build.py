@@ -136,8 +136,8 @@ def _framework(runtime: Runtime) -> Framework | str:
 def _builtin(asked: Asked, runtime: Runtime, trainer: BuiltinTrainer) -> dict[str, Any]:
     preset = preset_of(runtime)
     if preset is not None and preset.pictures:
-        what = f"{preset.model} reads pictures, which cannot be trained on yet"
-        raise ConfigError(what, where="runtime", remedy="name a model of text alone")
+        what = f"{preset.model} reads pictures, and the catalogue has no layout for it"
+        raise ConfigError(what, where="runtime", remedy="use the runtime luthier, and name the model")
     size = _size(asked, runtime, trainer.config, "trainer.config")
     nodes, processes = size["num_nodes"], size["nproc_per_node"]
     ranks = nodes * processes if processes != "auto" else None

@@ -116,7 +116,13 @@ class TorchTuneChatDataset:
 @fields_named
 @dataclass
 class TorchTuneMultimodalDataset:
-    """Rows with pictures."""
+    """Rows with pictures.
+
+    Attributes:
+        column_map: {"input": column, "output": column, "image": column}; conversations with an image column otherwise.
+        image_dir: directory in the data set that paths of images start from; the rows' own when left out.
+        image_tag: "<image>", which stands for an image in every model's rows.
+    """
 
     source: DataFormat | str | None = None
     split: str | None = None
