@@ -53,6 +53,10 @@ class _Chosen:
     def lengths(self) -> np.ndarray:
         return self.rows.lengths[self.numbers]
 
+    @property
+    def sight(self) -> Any:
+        return self.rows.sight
+
     def __len__(self) -> int:
         return len(self.numbers)
 
