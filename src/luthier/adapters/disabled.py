@@ -8,17 +8,26 @@ from dataclasses import replace
 from typing import Any
 
 from luthier.adapters.experts import adapted
+from luthier.adapters.rows import rows_of_all
+from luthier.hf.virtual import plainly
 
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """Within, every low-rank product has the scale 0, so that the model is its base; weights are not touched."""
+    """Within, the model is its base: every low-rank product has the scale 0, rows of tokens are as they were before the
+    first step, and nothing stands in the place of text. Weights are not touched."""
     layers = [layer for _, layer in adapted(model)]
     specs = [layer.lora_spec for layer in layers]
+    rows = rows_of_all(model)
     try:
         for layer, spec in zip(layers, specs, strict=True):
             layer.lora_spec = replace(spec, alpha=0.0)
-        yield
+        for own in rows:
+            own.on = False
+        with plainly(model):
+            yield
     finally:
+        for own in rows:
+            own.on = True
         for layer, spec in zip(layers, specs, strict=True):
             layer.lora_spec = spec

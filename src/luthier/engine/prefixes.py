@@ -103,7 +103,7 @@ def share(batch: Batch) -> Shared | None:
     order = torch.from_numpy(np.concatenate([np.arange(start, stop) for start, stop in pieces]))
     lengths = [stop - start for start, stop in pieces]
     tokens = batch.input_ids[:, order]
-    row = replace(
+    made = replace(
         batch,
         input_ids=tokens,
         position_ids=batch.position_ids[:, order],
@@ -115,14 +115,14 @@ def share(batch: Batch) -> Shared | None:
         rows=(),
         parents=tuple(parents),
     )
-    return Shared(row, torch.from_numpy(index))
+    return Shared(made, torch.from_numpy(index))
 
 
 def shared_of(network: Network, batches: Sequence[Batch], wanted: bool) -> list[Shared | None]:
     """How each batch runs: with its prompts shared where that is wanted, this model can, and there are any."""
     if not wanted or prefix_fault(network):
         return [None] * len(batches)
-    found = [share(batch) for batch in batches]
+    found = [share(batch) if batch.sights is None else None for batch in batches]
     return [None if one is None else one.to(network.device) for one in found]
 
 

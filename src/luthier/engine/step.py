@@ -174,8 +174,8 @@ def _loss(
     """The loss of a microbatch and its log-probabilities [T]; on a layout all ranks run it, each with its part."""
     row = laid(state, batch, way, state.row_multiple)
     with eyes_open(state.model) if state.mesh is not None else nullcontext():
-        hidden = hidden_states(state.model, row)
-    hidden, row = read_off(hidden, row, batch, way)
+        found = hidden_states(state.model, row)
+    hidden, row = read_off(found, row, batch, way)
     return _score(state, hidden, row, batch, loss, all_logprobs)
 
 

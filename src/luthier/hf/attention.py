@@ -154,8 +154,8 @@ def _is_causal(mask_function: Callable[..., torch.Tensor], packed: Documents, de
     all_met = mask_function(zero, zero, last, key)
     met = mask_function(zero, zero, first, key)
     place, index = packed.positions(device), packed.index(device)
-    row = torch.arange(packed.tokens, device=device)
-    ahead = mask_function(zero, zero, row[:-1], row[1:]) & (index[:-1] == index[1:])
+    every = torch.arange(packed.tokens, device=device)
+    ahead = mask_function(zero, zero, every[:-1], every[1:]) & (index[:-1] == index[1:])
     return bool((all_met.all() & (met == (place[key] <= place[first])).all() & ~ahead.any()).item())
 
 
@@ -166,7 +166,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs
     Adds what an adapter beside attention makes of the queries.
     """
     output, weights = attend(module, query, *args, **kwargs)
-    if (beside := module._modules.get(BESIDE)) is not None:
+    beside: Any = module._modules.get(BESIDE)
+    if beside is not None and beside.virtual.on:
         output = output + beside(module, query)
     return output, weights
 

@@ -13,10 +13,19 @@ import torch
 
 from luthier.batch import NO_TOKEN, Batch
 from luthier.data.loader import StepBatch
-from luthier.engine.step import forward_backward_all
+from luthier.engine.state import TrainState
+from luthier.engine.step import ForwardBackward, forward_backward_all
 from luthier.losses.preference import document_sums
 from luthier.recipes.loop import noted, update
-from luthier.recipes.references import held_out_reference, held_out_sums, shares_prompts, totals, with_reference
+from luthier.recipes.references import (
+    apart,
+    held_out_reference,
+    held_out_sums,
+    logprobs,
+    shares_prompts,
+    totals,
+    with_reference,
+)
 from luthier.recipes.run import Run
 
 ANSWERS = "answers"
@@ -107,19 +116,41 @@ def take_step(run: Run, batch: StepBatch, objective: Objective) -> dict[str, flo
         [tokens] = totals(run, [sum(float(_preferred(m).sum()) for m in microbatches)])
         weight = objective.cross_entropy / tokens
 
-    def loss(logprobs: torch.Tensor, here: Batch) -> torch.Tensor:
-        value = objective.losses(pairs_of(here, logprobs)).sum() * share
+    def loss(found: torch.Tensor, here: Batch) -> torch.Tensor:
+        value = objective.losses(pairs_of(here, found)).sum() * share
         if weight:
             counted = _preferred(here)
-            value = value - (torch.where(counted != 0, logprobs, 0.0).double() * counted).sum() * weight
+            value = value - (torch.where(counted != 0, found, 0.0).double() * counted).sum() * weight
         return value
 
-    outputs = forward_backward_all(run.state, microbatches, loss, share_prefixes=shares_prompts(run))
+    if run.state.packing_fault:
+        outputs = _one_by_one(run.state, microbatches, loss)
+    else:
+        outputs = forward_backward_all(run.state, microbatches, loss, share_prefixes=shares_prompts(run))
     with torch.no_grad():
         told = torch.zeros(4, dtype=torch.float64)
         for microbatch, output in zip(microbatches, outputs, strict=True):
             told += _rewarded(objective, pairs_of(microbatch, output.logprobs.cpu()))
     return {**update(run, batch, outputs), **_report(totals(run, told.tolist()))}
+
+
+def _one_by_one(
+    state: TrainState, batches: Sequence[Batch], loss: Callable[[torch.Tensor, Batch], torch.Tensor]
+) -> list[ForwardBackward]:
+    """The same for a model that reads one document at a time: a forward pass of all (without dropout), from which the
+    loss says how much each token's log-probability counts, then forward and backward of each document with these."""
+    state.model.eval()
+    found = logprobs(state, batches, False)
+    state.model.train()
+    outputs, pieces = [], []
+    for batch, values in zip(batches, found, strict=True):
+        here = values.detach().cpu().requires_grad_(True)
+        value = loss(here, batch)
+        [slope] = torch.autograd.grad(value, here)
+        outputs.append(ForwardBackward(value.detach().to(state.device), values))
+        pieces += apart(replace(batch, weights=-slope[None].double()))
+    forward_backward_all(state, pieces)
+    return outputs
 
 
 def measure(run: Run, objective: Objective) -> Compared:
@@ -137,15 +168,15 @@ def measure(run: Run, objective: Objective) -> Compared:
     return result
 
 
-def pairs_of(batch: Batch, logprobs: torch.Tensor) -> Pairs:
+def pairs_of(batch: Batch, found: torch.Tensor) -> Pairs:
     """The pairs of a microbatch; none in one that only takes part.
 
     Args:
         batch: rows of two documents each.
-        logprobs: [T].
+        found: [T], log-probabilities of the targets.
     """
     weights = batch.inputs.get(ANSWERS, batch.weights[0])
-    sums = document_sums(logprobs, weights, batch.cu_seqlens)
+    sums = document_sums(found, weights, batch.cu_seqlens)
     tokens = document_sums(torch.ones_like(weights), weights, batch.cu_seqlens)
     reference = batch.inputs.get("reference")
     reference = torch.zeros_like(tokens) if reference is None else reference

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,9 +21,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from luthier.adapters.disabled import without_adapters
 from luthier.batch import Batch, Sample
 from luthier.data.cache import cache_directory
-from luthier.data.loader import Rows, iterate_once
+from luthier.data.loader import Rows, iterate_once, pack
 from luthier.engine import randomness
 from luthier.engine.evaluate import logprobs_of
 from luthier.engine.identity import model_digest
@@ -97,8 +98,8 @@ def sums_of(
     done = 0
     try:
         while group := list(islice(remaining, together)):
-            for batch, logprobs in zip(group, logprobs_of(network, group, share_prefixes=share_prefixes), strict=True):
-                sums = document_sums(logprobs.cpu(), batch.weights[0], batch.cu_seqlens).numpy()
+            for batch, values in zip(group, logprobs(network, group, share_prefixes), strict=True):
+                sums = document_sums(values.cpu(), batch.weights[0], batch.cu_seqlens).numpy()
                 tokens = document_sums(torch.ones_like(batch.weights[0]), batch.weights[0], batch.cu_seqlens).numpy()
                 document = 0
                 for row in batch.rows:
@@ -118,6 +119,31 @@ def sums_of(
     return np.where(there, found[0], np.nan), np.where(there, found[1], np.nan)
 
 
+def logprobs(network: Network, batches: Sequence[Batch], share_prefixes: bool) -> list[torch.Tensor]:
+    """`logprobs_of`, for a model that reads one document at a time too."""
+    if not network.packing_fault:
+        return logprobs_of(network, batches, share_prefixes=share_prefixes)
+    pieces = [apart(batch) for batch in batches]
+    found = iter(logprobs_of(network, [piece for each in pieces for piece in each]))
+    told = [[next(found) for _ in each] for each in pieces]
+    return [torch.cat(values)[: batch.tokens] for batch, values in zip(batches, told, strict=True)]
+
+
+def apart(batch: Batch) -> list[Batch]:
+    """The documents of a microbatch of one row, each a microbatch of its own; and so many that only take part that all
+    ranks have equally many."""
+    bounds = list(pairwise(batch.cu_seqlens.tolist()))
+    assert len(bounds) <= WIDTH
+    found = []
+    for number, (start, stop) in enumerate(bounds):
+        tokens, places, targets, weights = (
+            values[:, start:stop] for values in (batch.input_ids, batch.position_ids, batch.targets, batch.weights)
+        )
+        ends = torch.tensor([0, stop - start], dtype=torch.int32)
+        found.append(Batch(tokens, places, targets, weights, ends, batch.origins[number : number + 1]))
+    return found + [pack([]) for _ in range(WIDTH - len(found))]
+
+
 def references(run: Run, rows: Rows, numbers: np.ndarray) -> np.ndarray:
     """Log-probabilities of the answers of rows under the run's reference, which are run once and kept by content.
 
@@ -131,7 +157,9 @@ def references(run: Run, rows: Rows, numbers: np.ndarray) -> np.ndarray:
     """
     group = dist.group.WORLD if run.state.mesh is not None else None
     with _reference_network(run) as (name, open_network):
-        file = cache_directory() / "reference" / f"{_key(run, rows, name)}.npy" if run.config.data.cache else None
+        # without a cache in the run's own directory: what is found anew may differ in its last bits
+        place = cache_directory() if run.config.data.cache else run.directory.path
+        file = place / "reference" / f"{_key(run, rows, name)}.npy"
         known: np.ndarray = tell(_read(file, len(rows)) if run.state.is_main else None, group)
         wanted = np.unique(numbers)
         missing = wanted[np.isnan(known[wanted, 0])]
@@ -147,7 +175,7 @@ def references(run: Run, rows: Rows, numbers: np.ndarray) -> np.ndarray:
                     share_prefixes=shares_prompts(run),
                     progress=told,
                 )
-            if file is not None and run.state.is_main:
+            if run.state.is_main:
                 _write(file, known)
         logger.info("reference: %d rows run, %d from the cache", len(missing), len(wanted) - len(missing))
     return known
@@ -168,6 +196,11 @@ def _reference_network(run: Run) -> Iterator[tuple[str, Callable[[], Network]]]:
             yield model_digest(network.model, group), lambda: network
             return
         name = str(run.of["model"])
+        if adapter is not None and adapter.start_from is None and (adapter.kind != "lora" or adapter.new_tokens):
+            # Prompts change a model before they have learnt anything, and one that is opened again lacks tokens' rows.
+            with without_adapters(state.model):
+                yield name + json.dumps(adapter.model_dump(mode="json"), sort_keys=True), lambda: state
+            return
         if adapter is not None and (adapter.kind != "lora" or adapter.start_from is not None):
             name += json.dumps(adapter.model_dump(mode="json"), sort_keys=True) + _files(adapter.start_from)
         if state.counters.step == 0:
@@ -193,10 +226,8 @@ def _key(run: Run, rows: Rows, name: str) -> str:
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:40]
 
 
-def _read(file: Path | None, rows: int) -> np.ndarray:
+def _read(file: Path, rows: int) -> np.ndarray:
     nothing = np.full((rows, WIDTH), np.nan)
-    if file is None:
-        return nothing
     try:
         kept = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError):
@@ -222,11 +253,11 @@ def with_reference(run: Run, batches: Sequence[Batch]) -> list[Batch]:
         was_training = state.model.training
         state.model.eval()
         with run.initial.restored(state):
-            logprobs = logprobs_of(state, batches, share_prefixes=shares_prompts(run))
+            told = logprobs(state, batches, shares_prompts(run))
         state.model.train(was_training)
         sums = [
             document_sums(found.cpu(), batch.weights[0], batch.cu_seqlens)
-            for batch, found in zip(batches, logprobs, strict=True)
+            for batch, found in zip(batches, told, strict=True)
         ]
         return [_with(batch, values) for batch, values in zip(batches, sums, strict=True)]
     if run.reference is None:

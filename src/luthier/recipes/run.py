@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from luthier.config import RunConfig
+from luthier.config.reinforcement import GrpoConfig
 from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, StreamRows
 from luthier.engine import randomness
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, random_states, read_record, reading
@@ -203,7 +204,7 @@ def open_run(
         rows=rows,
         interruption=interruption,
         total=loader.steps_total(),
-        initial=Initial(state) if getattr(config.method, "reference", None) == "base" else None,
+        initial=Initial(state) if _compares_with_start(config) else None,
     )
     if state.is_main:
         run.checkpoints.tidy()
@@ -222,6 +223,12 @@ def open_run(
             logger.warning("starting anew: the checkpoints in %s are removed", directory.checkpoints)
             run.checkpoints.clear()
     return run
+
+
+def _compares_with_start(config: RunConfig) -> bool:
+    """Whether every step asks the model as it was before the first one."""
+    method = config.method
+    return method.beta > 0 if isinstance(method, GrpoConfig) else getattr(method, "reference", None) == "base"
 
 
 def save(run: Run) -> None:
