@@ -1,5 +1,6 @@
 """A model that sees, from a config to what Transformers and PEFT open."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from luthier.config import RunConfig
+from luthier.errors import ConfigError, DataError
 from luthier.recipes.evaluate import evaluate
 from luthier.recipes.sft import train
 from luthier.recipes.show import show
@@ -83,6 +85,36 @@ def test_packing_is_off_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptur
     caplog.set_level(logging.WARNING)
     train(config(tmp_path, "debug:mllama"))
     assert "packing is off: its text looks at pictures by cross attention, which knows one document" in caplog.text
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole = train(config(tmp_path, "debug:llava", "whole", train={"steps": 4, "rows_per_step": 2, "precision": "fp32"}))
+    train(config(tmp_path, "debug:llava", "part", train={"steps": 2, "rows_per_step": 2, "precision": "fp32"}))
+    assert not (tmp_path / "part" / "checkpoints" / "step-000004").exists()
+    on = train(config(tmp_path, "debug:llava", "part", train={"steps": 4, "rows_per_step": 2, "precision": "fp32"}))
+    assert (on["loss"], on["steps"]) == (whole["loss"], 4)
+
+
+def test_rows_with_images_are_streamed(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl")
+    data = {"train": {"path": str(rows)}, "sequence_length": 512, "streaming": True, "shuffle": False}
+    streamed = train(config(tmp_path, "debug:smolvlm", "streamed", data=data))
+    held = train(config(tmp_path, "debug:smolvlm", "held", data=data | {"streaming": False}))
+    assert streamed["loss"] == pytest.approx(held["loss"], rel=1e-6)
+
+
+def test_adapters_that_lengthen_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="adapter prompt moves tokens from where rows have their images"):
+        train(config(tmp_path, "debug:llava", adapter={"kind": "prompt", "num_virtual_tokens": 2}))
+
+
+def test_pairs_with_images_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"images": ["a.png"], "prompt": "<image>", "chosen": "a", "rejected": "b"}) + "\n")
+    settings = {"data": {"train": {"path": str(file)}}, "method": {"name": "dpo"}}
+    with pytest.raises(DataError, match="column 'images' holds images, and pairs have none") as caught:
+        train(config(tmp_path, "debug:llava", **settings))
+    assert caught.value.where == f"{file}:1"
 
 
 def test_rows_are_shown_with_their_images(tmp_path: Path) -> None:

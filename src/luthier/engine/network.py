@@ -9,7 +9,9 @@ import torch
 
 from luthier.batch import Batch
 from luthier.errors import ModelError
+from luthier.hf.virtual import virtual_of
 from luthier.parallel import context
+from luthier.parallel.rules import check_pictures
 
 if TYPE_CHECKING:
     from luthier.adapters import AdapterReport
@@ -98,11 +100,19 @@ def require_readable(network: Network, batch: Batch) -> None:
     """Refuse a batch that the model cannot read, or whose documents it would mix: wrong numbers without a word.
 
     Raises:
-        ModelError: it holds more than one document and `network.packing_fault` says why that cannot be.
+        ModelError: it holds more than one document and `network.packing_fault` says why that cannot be, or images where
+            virtual tokens are.
+        ConfigError: it holds images, which the layout cannot cut.
         DataError: of a token or a length that the model does not have (`hf.limits`).
     """
     if network.limits is not None:
         network.limits.check(batch)
+    if batch.sights is not None:
+        if network.mesh is not None:
+            check_pictures(network.mesh.layout)
+        if virtual_of(network.model) is not None:
+            what = "tokens before a document move it from where its images are expected"
+            raise ModelError(what, where="batch", remedy="run documents with images without virtual tokens")
     fault = network.packing_fault or (network.picture_fault if batch.sights is not None else "")
     if fault and batch.documents > 1:
         raise ModelError(

@@ -24,10 +24,18 @@ from luthier.errors import CheckpointError, ConfigError, UserError
 from luthier.hf.save import remove_leftovers
 from luthier.launch import join, restarted
 from luthier.parallel.mesh import Mesh
-from luthier.parallel.rules import check_pictures
 from luthier.recipes.export import trainable_only
 from luthier.recipes.run_directory import Interruption, RunDirectory
-from luthier.recipes.setup import identity, meshed, prepare_process, rows_of, state_of, tokenizer_of, unpackable
+from luthier.recipes.setup import (
+    identity,
+    meshed,
+    prepare_process,
+    require_pictures_fit,
+    rows_of,
+    state_of,
+    tokenizer_of,
+    unpackable,
+)
 from luthier.report.progress import stage
 from luthier.report.reporter import Reporter, run_log
 
@@ -157,8 +165,8 @@ def open_run(
     if held_out is not None and config.data.validation:
         for line in held_out.report.lines():
             logger.info("validation: %s", line)
-    if mesh is not None and rows.pictures:
-        check_pictures(mesh.layout)
+    if isinstance(rows, Rows) and rows.pictures:
+        require_pictures_fit(config, mesh)
     with stage("loading the model"):
         state = state_of(config, device, mesh)
     state.tokenizer = tokenizer

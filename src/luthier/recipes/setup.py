@@ -23,13 +23,14 @@ from luthier.engine.network import Network
 from luthier.engine.pictures import picture_fault
 from luthier.engine.randomness import seed_everything
 from luthier.engine.state import TrainState
-from luthier.errors import ModelError
+from luthier.errors import ConfigError, ModelError
 from luthier.hf.processor import open_eyes
 from luthier.hf.source import ModelSource, resolve
 from luthier.hf.tokenizer import load_tokenizer
 from luthier.launch import FIRST_STEP_TIMEOUT, set_timeout
 from luthier.parallel.layout import Layout
 from luthier.parallel.mesh import Mesh
+from luthier.parallel.rules import check_pictures
 from luthier.report.progress import TERMINAL, stage
 
 
@@ -173,6 +174,19 @@ def held_out_batches(network: Network, rows: Rows, config: RunConfig) -> Iterato
         world_size=mesh.data_ranks if mesh is not None else 1,
         packing=config.data.packing and not unpackable(network, rows),
     )
+
+
+def require_pictures_fit(config: RunConfig, mesh: Mesh | None) -> None:
+    """Refuse what rows with images cannot be trained with, before weights are read.
+
+    Raises:
+        ConfigError: a layout that cuts rows or layers, or an adapter that lengthens rows; it is named.
+    """
+    if mesh is not None:
+        check_pictures(mesh.layout)
+    if config.adapter is not None and not isinstance(config.adapter, LoraConfig):
+        what = f"adapter {config.adapter.kind} moves tokens from where rows have their images"
+        raise ConfigError(what, where="adapter.kind", remedy="use lora, or leave the adapter out")
 
 
 def unpackable(network: Network, rows: Rows | StreamRows) -> str:
