@@ -18,6 +18,7 @@ from luthier.errors import UserError
 from luthier.hf.tiny import debug_config
 from luthier.recipes import kto, methods, pairs, references, setup
 from luthier.recipes.dry_run import dry_run
+from luthier.recipes.evaluate import evaluate
 from luthier.recipes.loop import update
 from tests.oracles.plain import gradient_error, save_strong
 from tests.recipes.preferences import LABELLED, PAIRS, config_of, double, one_step
@@ -206,6 +207,8 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     refused("needs method.reference: base", method="dpo", data={"streaming": True, "train": "x"}, train={"steps": 1})
     refused("hinge has no label smoothing", method={"name": "dpo", "loss": "hinge", "label_smoothing": 0.1})
     refused("no format fits the columns.*method: dpo", method="sft")
+    with pytest.raises(UserError, match="the rows of method dpo are pairs"):
+        evaluate(config_of("debug:llama", PAIRS, tmp_path, "dpo"))
     rows = str(tmp_path / "rows.jsonl")
     refused("gives documents, and the method", method="dpo", data={"train": {"path": rows, "format": "text"}})
 

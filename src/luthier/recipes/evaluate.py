@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config import RunConfig
+from luthier.config.kinds import kind_of
 from luthier.data.loader import Rows, build_rows
 from luthier.engine.evaluate import evaluate as measure
 from luthier.engine.network import Network
@@ -68,6 +69,14 @@ def evaluate(config: RunConfig, *, adapter: Path | None = None, wanted: Wanted |
     """
     wanted = wanted or Wanted()
     has_rows = config.data.validation is not None or config.data.validation_fraction is not None
+    if (kind := kind_of(config.data)) != "documents":
+        if not wanted.tasks or wanted.answers:
+            what = f"the rows of method {config.method.name} are {kind}, and documents are what is measured"
+            remedy = (
+                "the run measures its own held-out rows; for others set method=sft and name them in data.validation"
+            )
+            raise ConfigError(what, where="method", remedy=remedy)
+        has_rows = False
     with join(prepare_process(config)) as device, meshed(config, device, any_number=True) as mesh:
         _check(wanted, has_rows, adapter, mesh)
         metrics = find_metrics(wanted.metrics)
