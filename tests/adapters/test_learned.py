@@ -27,6 +27,7 @@ from luthier.errors import ConfigError, ModelError
 from luthier.hf.attention import register_attention
 from luthier.hf.forward import hidden_states, packing_is_exact
 from luthier.hf.head import head_logits
+from luthier.hf.load import load_model
 from luthier.hf.source import resolve
 from tests.adapters.models import PEFT_WARNINGS, VOCABULARY, relative, tiny
 
@@ -263,6 +264,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     gemma = AutoModelForCausalLM.from_config(Gemma3TextConfig(**SIZES, head_dim=8))
     with pytest.raises(ConfigError, match="do not attend to all that is before them"):
         apply_adapter(gemma, PREFIX)
+    seeing = load_model(resolve("debug:llava"))
+    with pytest.raises(ConfigError, match="lays pictures out among its tokens"):
+        apply_adapter(seeing, PROMPT)
     save_peft(model, tmp_path)
     with pytest.raises(ConfigError, match="hold an adapter of kind adaption_prompt"):
         apply_adapter(tiny("llama"), PromptConfig(kind="prompt", start_from=str(tmp_path)))

@@ -27,6 +27,7 @@ from luthier.hf.nf4 import Nf4Weight, quantise, stored_bytes
 from luthier.hf.save import save_model
 from luthier.hf.source import resolve
 from luthier.recipes.export import export
+from luthier.recipes.setup import inference_network
 from luthier.recipes.sft import train
 from tests.adapters.models import PEFT_WARNINGS, disturb, logits, loss, relative, tiny
 
@@ -261,6 +262,8 @@ def test_frozen_weights_are_not_to_be_saved() -> None:
     run = {"model": "debug:llama", "data": "rows.jsonl", "adapter": {"quantize": "nf4"}}
     with pytest.raises(ValueError, match="trainable_only: false would write a base"):
         RunConfig.model_validate(run | {"checkpoint": {"trainable_only": False}})
+    with pytest.raises(ValueError, match="compile cannot take a base"):
+        RunConfig.model_validate(run | {"train": {"compile": True}})
 
 
 def run_of(tmp_path: Path, name: str, **changes: Any) -> RunConfig:
@@ -295,6 +298,8 @@ def test_a_run_goes_on_bit_for_bit_and_is_exported(tmp_path: Path) -> None:
     said = export(tmp_path / "whole", output=tmp_path / "merged", form="merge")
     assert "merged 14 adapters, largest deviation by rounding" in said["merged"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    used = inference_network(part, torch.device("cpu"), tmp_path / "part" / "export").model
+    assert sum(isinstance(parameter, Nf4Weight) for parameter in used.parameters()) == 14
 
 
 def test_a_quantised_network_answers(tmp_path: Path) -> None:

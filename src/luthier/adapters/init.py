@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from luthier.adapters.dora import initialise_magnitude
+from luthier.adapters.embedding import LoraEmbedding
 from luthier.adapters.experts import Adapted, ExpertsAdapter, adapted
 from luthier.adapters.layer import LoraLayer
 from luthier.adapters.loftq import rounds_of, started
@@ -54,7 +55,7 @@ def initialise_adapters(model: nn.Module, seed: int, init: str = "default") -> N
         init: `adapter.init`.
     """
     for turn, (name, layer) in enumerate(adapted(model)):
-        if isinstance(layer, LoraLayer) and layer.lora_spec.dora:
+        if not isinstance(layer, ExpertsAdapter) and layer.lora_spec.dora:
             initialise_magnitude(layer)
         if takes_from_base(init):
             assert isinstance(layer, LoraLayer)
@@ -83,10 +84,12 @@ def first_values(name: str, layer: Adapted, seed: int, init: str = "default") ->
         init: default (A uniform), gaussian (A of deviation 1 / rank) or orthogonal (both, with B A = 0).
 
     Returns:
-        float32 on the CPU; None for a B of zeros.
+        float32 on the CPU; None for a B of zeros. Beside a table of tokens A is zero, and B normal.
     """
     rank, shape = layer.lora_spec.rank, layer.lora_shape
     experts = layer.lora_shape.experts if isinstance(layer, ExpertsAdapter) else None
+    if isinstance(layer, LoraEmbedding):
+        return torch.zeros(rank, shape.inputs), torch.empty(shape.outputs, rank).normal_(generator=stream(name, seed))
     if init == "gaussian":
         size = (rank, shape.inputs) if experts is None else (experts, rank, shape.inputs)
         return torch.empty(size).normal_(std=1 / rank, generator=stream(name, seed)), None

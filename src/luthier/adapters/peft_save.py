@@ -11,9 +11,11 @@ from torch import Tensor
 
 from luthier.adapters import peft_experts
 from luthier.adapters.aside import aside_of, rename
+from luthier.adapters.embedding import LoraEmbedding
 from luthier.adapters.experts import Adapted, ExpertsAdapter, adapted
+from luthier.adapters.layer import LoraLayer
 from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, peft_config_json
-from luthier.adapters.peft_files import LENGTHS, MATRIX, PREFIX, WRAPPERS
+from luthier.adapters.peft_files import EMBEDDING, LENGTHS, MATRIX, PREFIX, WRAPPERS
 from luthier.adapters.peft_rows import ids_for_peft
 from luthier.adapters.principal import filed_spec
 from luthier.adapters.rows import SUFFIX as ROWS
@@ -63,7 +65,7 @@ def save_peft(
     told = exchange(
         (
             {name: filed_spec(layer) for name, layer in layers.items()},
-            any(layer.lora_shape.transposed for layer in layers.values() if not isinstance(layer, ExpertsAdapter)),
+            any(layer.lora_shape.transposed for layer in layers.values() if isinstance(layer, LoraLayer)),
             [Entry.of(key, _as_filed(key, value)) for key, value in _on_meta(own).items()],
         ),
         group,
@@ -129,14 +131,18 @@ def _own_tensors(model: Any, layers: Mapping[str, Adapted], trained: Sequence[st
         filed |= {name: peft_experts.in_file(name, wanted) for name in wanted}
     for name, layer in layers.items():
         name = WRAPPERS.sub("", filed[name])
+        if not isinstance(layer, ExpertsAdapter) and layer.lora_spec.dora:
+            own[f"{PREFIX}{name}{LENGTHS}"] = layer.lora_magnitude_vector.weight
+        if isinstance(layer, LoraEmbedding):
+            own[f"{PREFIX}{name}.{EMBEDDING}A"] = layer.lora_A.weight
+            own[f"{PREFIX}{name}.{EMBEDDING}B"] = layer.lora_B.weight
+            continue
         own[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A.weight
         up = layer.lora_B.weight if isinstance(layer, ExpertsAdapter) else layer.lora_B.effective.detach()
         own[f"{PREFIX}{name}.lora_B.weight"] = up
         if (first := getattr(layer, "lora_first", None)) is not None:  # the base in files is as it was (`principal`)
             own[f"{PREFIX}{name}.lora_A.weight"] = (layer.lora_A.weight, first[0])
             own[f"{PREFIX}{name}.lora_B.weight"] = (up, -first[1])
-        if not isinstance(layer, ExpertsAdapter) and layer.lora_spec.dora:
-            own[f"{PREFIX}{name}{LENGTHS}"] = layer.lora_magnitude_vector.weight
     for name, rows in rows_of(model).items():
         own[f"{PREFIX}{name}{ROWS}"] = rows.trainable_tokens_delta
     inside = tuple(f"{name}." for name in trained)

@@ -124,9 +124,9 @@ class LoraConfig(Section):
     """First values: default, gaussian, orthogonal, pissa, pissa_niter_N (N rounds of a faster SVD), olora; beside a
     quantised base loftq, loftq_iter_N."""
     target: Annotated[list[str], BeforeValidator(one_or_many), Field(min_length=1)] = ["attn", "mlp"]
-    """Roles (attn, mlp, experts alone, unembed, vision, projector), all-linear, names, or patterns of full names."""
+    """Roles (attn, mlp, experts, unembed, embed, vision, projector), all-linear, names, or patterns of full names."""
     learning_rate_ratio: PositiveFloat | None = None
-    """LoRA+: B learns at this multiple of optimizer.learning_rate (Hayou et al. 2024, https://arxiv.org/abs/2402.12354)."""
+    """LoRA+: B learns at this multiple of the learning rate (Hayou et al. 2024, https://arxiv.org/abs/2402.12354)."""
     embedding_learning_rate: PositiveFloat = 1.0e-6
     """Of LoRA+: what adapters beside the embedding learn at."""
     train_modules: Annotated[list[str], BeforeValidator(one_or_many)] = []

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from luthier.adapters.disabled import without_adapters
 from luthier.batch import Batch, Sample
 from luthier.data.cache import cache_directory
 from luthier.data.loader import Rows, iterate_once, pack
@@ -156,7 +157,9 @@ def references(run: Run, rows: Rows, numbers: np.ndarray) -> np.ndarray:
     """
     group = dist.group.WORLD if run.state.mesh is not None else None
     with _reference_network(run) as (name, open_network):
-        file = cache_directory() / "reference" / f"{_key(run, rows, name)}.npy" if run.config.data.cache else None
+        # without a cache in the run's own directory: what is found anew may differ in its last bits
+        place = cache_directory() if run.config.data.cache else run.directory.path
+        file = place / "reference" / f"{_key(run, rows, name)}.npy"
         known: np.ndarray = tell(_read(file, len(rows)) if run.state.is_main else None, group)
         wanted = np.unique(numbers)
         missing = wanted[np.isnan(known[wanted, 0])]
@@ -172,7 +175,7 @@ def references(run: Run, rows: Rows, numbers: np.ndarray) -> np.ndarray:
                     share_prefixes=shares_prompts(run),
                     progress=told,
                 )
-            if file is not None and run.state.is_main:
+            if run.state.is_main:
                 _write(file, known)
         logger.info("reference: %d rows run, %d from the cache", len(missing), len(wanted) - len(missing))
     return known
@@ -193,6 +196,11 @@ def _reference_network(run: Run) -> Iterator[tuple[str, Callable[[], Network]]]:
             yield model_digest(network.model, group), lambda: network
             return
         name = str(run.of["model"])
+        if adapter is not None and adapter.start_from is None and (adapter.kind != "lora" or adapter.new_tokens):
+            # Prompts change a model before they have learnt anything, and one that is opened again lacks tokens' rows.
+            with without_adapters(state.model):
+                yield name + json.dumps(adapter.model_dump(mode="json"), sort_keys=True), lambda: state
+            return
         if adapter is not None and (adapter.kind != "lora" or adapter.start_from is not None):
             name += json.dumps(adapter.model_dump(mode="json"), sort_keys=True) + _files(adapter.start_from)
         if state.counters.step == 0:
@@ -218,10 +226,8 @@ def _key(run: Run, rows: Rows, name: str) -> str:
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:40]
 
 
-def _read(file: Path | None, rows: int) -> np.ndarray:
+def _read(file: Path, rows: int) -> np.ndarray:
     nothing = np.full((rows, WIDTH), np.nan)
-    if file is None:
-        return nothing
     try:
         kept = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError):

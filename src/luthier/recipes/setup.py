@@ -140,10 +140,14 @@ def state_of(config: RunConfig, device: torch.device, mesh: Mesh | None = None) 
 def inference_network(
     config: RunConfig, device: torch.device, adapter: Path | None, mesh: Mesh | None = None
 ) -> Network:
-    """A config's model without what its training would add, or with the adapters of a directory of PEFT files."""
+    """A config's model without what its training would add, or with the adapters of a directory of PEFT files, beside a
+    base that is quantised as the config says."""
+    found = adapter_of_files(adapter) if adapter is not None else None
+    if isinstance(found, LoraConfig) and isinstance(config.adapter, LoraConfig):
+        found = found.model_copy(update=config.adapter.model_dump(include={"quantize", "double_quantize"}))
     network = build_network(
         model_source(config),
-        adapter=adapter_of_files(adapter) if adapter is not None else None,
+        adapter=found,
         precision=config.train.precision,
         device=device,
         attention=config.train.attention,
