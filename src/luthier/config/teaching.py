@@ -35,8 +35,14 @@ class DistillConfig(Method):
     """Compare the teacher's so many likeliest tokens, and all others together as one; the whole vocabulary when left
     out."""
 
+    precompute: bool = False
+    """Ask the teacher about every training row once, before the first step, and keep its top_k under RUN/teacher; it is
+    then in memory no more, and a run that goes on does not need it."""
+
     def check(self, run: RunConfig) -> None:
-        """Refuse a beta that nothing reads."""
+        """Refuse a beta that nothing reads, and to keep what is too large or never ends."""
+        if self.precompute and (self.top_k is None or run.data.streaming):
+            raise ValueError("method.precompute keeps top_k tokens of every row: set method.top_k, and do not stream")
         if "beta" in self.model_fields_set and self.divergence != "jsd" and self.beta != 0.5:
             raise ValueError(f"method.beta is of jsd, and the divergence is {self.divergence}; leave it out")
 
