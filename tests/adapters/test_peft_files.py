@@ -241,7 +241,7 @@ def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         (one_less, "says that model.layers.1.self_attn.q_proj is adapted, but no key of the weights is for it"),
         (half, "of model.layers.1.self_attn.q_proj only lora_B is there"),
         (wider, "the layer takes 24 and gives"),
-        (embedded, "there is no place for model.embed_tokens.lora_embedding_A"),
+        (embedded, "of model.embed_tokens only lora_A is there"),
         (resized, r"model.embed_tokens.weight is \[69, 24\] and the model's is \[67, 24\]; was the vocabulary resized"),
         (changed, "model.embed_tokens.weight differs from the base and is not trained"),
     ],
