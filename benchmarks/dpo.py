@@ -142,6 +142,7 @@ def theirs(data: list[dict[str, str]], scratch: Path, precision: str, method: st
         )
     batches = iter(trainer.get_train_dataloader())
     trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = 1  # what its own loop would set
 
     def step() -> float:
         trainer.model.train()
