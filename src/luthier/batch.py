@@ -6,7 +6,7 @@ Targets are shifted once, on the whole document, before any packing or cutting: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,21 @@ import torch
 
 NO_TOKEN = -100
 """Target of a position that is no token of any document; its weight is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of a row, unopened.
+
+    Attributes:
+        path: the file that it lies in; of one that stands in the row itself what to call it.
+        digest: hash of its bytes, of 32 hex digits: it must be the picture that the row was tokenised with.
+        data: its bytes, where no file has them.
+    """
+
+    path: str
+    digest: str
+    data: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +45,7 @@ class Sample:
             front); empty where it is one.
         meta: what else the row says, as JSON has it (the label of an answer, columns that a reward function reads).
         number: which row of its `Rows` it is; -1 where rows have no numbers.
+        pictures: what the model sees beside the tokens, in the order of their tags.
     """
 
     tokens: np.ndarray
@@ -39,6 +55,7 @@ class Sample:
     parts: tuple[int, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
     number: int = -1
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -115,6 +132,8 @@ class Batch:
         parents: for each document the one that it goes on from, or -1: two answers to a prompt that lies in the row
             once (`engine/prefixes.py`). Empty where none does; positions start again from 0 where a document goes on
             from none.
+        sights: gives what the model's forward reads beside the tokens, by the names of its arguments (pixel_values);
+            asked when the row is run, since pictures are large. None for text alone.
     """
 
     input_ids: torch.Tensor
@@ -126,6 +145,7 @@ class Batch:
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
     parents: tuple[int, ...] = ()
+    sights: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
     @staticmethod
     def pack(samples: Sequence[Sample]) -> Batch:
@@ -168,9 +188,9 @@ class Batch:
 
     def padded(self, multiple: int) -> Batch:
         """The same batch with one more document of weight 0 at its end, so that T is a multiple of this number; without
-        `inputs`, which are for the loss and not for the model."""
+        `inputs`, which are for the loss and not for the model. One with pictures stays as long as it is."""
         missing = -self.tokens % multiple
-        if not missing:
+        if not missing or self.sights is not None:
             return self
         filler, each = self.input_ids.new_zeros(1, missing), self.targets.shape[2:]
         return replace(

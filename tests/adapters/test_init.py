@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from luthier.adapters import LoraLayer, adapted_layers, apply_lora, load_peft, merge, save_peft
+from luthier.adapters.disabled import without_adapters
 from luthier.adapters.init import first_values, stream
 from luthier.config import LoraConfig
 from luthier.config.sections import SGDConfig
@@ -194,6 +195,18 @@ def test_a_run_that_goes_on_has_the_very_same_base(init: str, tmp_path: Path) ->
         step(state)
     values = dict(other.model.named_parameters())
     assert all(torch.equal(p, values[name]) for name, p in one.model.named_parameters())
+
+
+@pytest.mark.parametrize("options", [{"init": "pissa"}, {"init": "olora", "dora": True}, {"dora": True}], ids=str)
+def test_without_its_adapter_a_model_is_its_base(options: dict[str, Any]) -> None:
+    model = trained("llama", **options)
+    before, base = logits(model), logits(tiny("llama"))
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert relative(before, base) > 1e-3
+    with without_adapters(model):
+        assert relative(logits(model), base) < 1e-12
+    assert torch.equal(logits(model), before)
+    assert all(torch.equal(p, values[name]) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize(

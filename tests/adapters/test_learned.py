@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig
 
 from luthier.adapters import Merging, adapter_of_files, apply_adapter, beside, is_adapter_weight, merge, save_peft
+from luthier.adapters.disabled import without_adapters
 from luthier.adapters.prompt import learned
 from luthier.batch import Batch, Sample
 from luthier.config import AdaptionPromptConfig, PrefixConfig, PromptConfig
@@ -26,6 +27,7 @@ from luthier.errors import ConfigError, ModelError
 from luthier.hf.attention import register_attention
 from luthier.hf.forward import hidden_states, packing_is_exact
 from luthier.hf.head import head_logits
+from luthier.hf.load import load_model
 from luthier.hf.source import resolve
 from tests.adapters.models import PEFT_WARNINGS, VOCABULARY, relative, tiny
 
@@ -236,6 +238,13 @@ def test_first_values_and_what_is_beside(config: Any) -> None:
         table = model.get_input_embeddings().weight
         assert all((row == table).all(1).any() for row in model.get_input_embeddings().virtual_tokens.prompt)
     assert torch.equal(packed_loss(beside(model))[0], expected)
+    with torch.no_grad():
+        for parameter in learned(model).values():
+            parameter.add_(0.5)
+    assert relative(packed_loss(model)[0], expected) > 1e-2
+    with without_adapters(model):
+        assert torch.equal(packed_loss(model)[0], expected)
+    assert relative(packed_loss(model)[0], expected) > 1e-2
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
@@ -255,6 +264,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     gemma = AutoModelForCausalLM.from_config(Gemma3TextConfig(**SIZES, head_dim=8))
     with pytest.raises(ConfigError, match="do not attend to all that is before them"):
         apply_adapter(gemma, PREFIX)
+    seeing = load_model(resolve("debug:llava"))
+    with pytest.raises(ConfigError, match="lays pictures out among its tokens"):
+        apply_adapter(seeing, PROMPT)
     save_peft(model, tmp_path)
     with pytest.raises(ConfigError, match="hold an adapter of kind adaption_prompt"):
         apply_adapter(tiny("llama"), PromptConfig(kind="prompt", start_from=str(tmp_path)))

@@ -83,7 +83,7 @@ def test_targets_by_pattern_and_by_full_name() -> None:
         ("llama", ["attn", "experts"], "'experts' adapts nothing in LlamaForCausalLM; choose from attn, mlp, unembed"),
         ("llama", ["q_prok"], "'q_prok' adapts nothing in LlamaForCausalLM; did you mean 'q_proj'?"),
         ("llama", ["attention"], "'attention' adapts nothing"),
-        ("llama", ["embed_tokens"], "model.embed_tokens is a Embedding, not a linear layer"),
+        ("llama", ["norm"], "model.norm is a LlamaRMSNorm, not a linear layer or the table"),
         ("llama", ["q_proj", "(unclosed"], "'(unclosed' adapts nothing"),
         ("llama", ["proj"], "'proj' adapts nothing"),
         ("gpt2", ["q_proj"], "'q_proj' adapts nothing in GPT2LMHeadModel"),

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from luthier.adapters import apply_lora, beside, is_adapter_weight, load_peft, merge, save_peft
+from luthier.adapters.disabled import without_adapters
 from luthier.adapters.rows import NewTokens, rows_of
 from luthier.config import LoraConfig
 from luthier.errors import ConfigError, ModelError
@@ -172,6 +173,22 @@ def test_rows_of_the_embedding_alone_are_read(tmp_path: Path) -> None:
     assert relative(logits(ours, (2, 9)), logits(other, (2, 9))) < 1e-12
     save_peft(ours, tmp_path / "again")
     assert json.loads((tmp_path / "again" / "adapter_config.json").read_text())["trainable_token_indices"] == [2, 9]
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied"])
+@pytest.mark.parametrize("tokens", [OLD, GROWN], ids=["old", "grown"])
+def test_without_adapters_rows_are_as_they_were(kind: str, tokens: tuple[int, ...]) -> None:
+    model = tiny(kind)
+    apply_lora(model, LoraConfig(rank=4, target=["attn"]), tokens=NewTokens(tokens))
+    first = logits(model, tokens)  # B is zero
+    disturb(model)
+    with torch.no_grad():
+        for own in rows_of(model).values():
+            own.trainable_tokens_delta.mul_(-2)
+    assert relative(logits(model, tokens), first) > 1e-2
+    with without_adapters(model):
+        assert torch.equal(logits(model, tokens), first)
+    assert relative(logits(model, tokens), first) > 1e-2
 
 
 def test_a_copy_beside_it_has_no_rows() -> None:

@@ -13,6 +13,7 @@ from tests.tables.adapters import COLUMNS, METHODS, PAGE, Method, parity, wrong
 pytestmark = [
     *PEFT_WARNINGS,
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`:UserWarning"),
 ]
 

@@ -210,6 +210,7 @@ def companions(path: str) -> list[str]:
         owner = next(s for s in shape_of(RunConfig).child("method").sections if path[7:] in s.model_fields)
         name = shape_of(RunConfig).child("method").tags(owner)[0]
         needed = METHODS.get(name, "") + (", filter_groups: true" if path == "method.resample" else "")
+        needed += ", top_k: 3" if path == "method.precompute" else ""
         found = [f"method={{name: {name}{needed}}}"]
     if path == "optimizer.in_backward":
         found = ["train.max_gradient_norm=null"]

@@ -45,6 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"tp": 2}, {}),
         ({"cp": 2}, {}),
         ({"pp": 2}, {"microbatches": 4}),
+        ({"dp_shard": 2}, {"microbatches": 1, "in_backward": True}),
     ],
     ids=str,
 )
@@ -55,8 +56,10 @@ def test_within_a_tenth(
     microbatches = how.get("microbatches", 2)
     layout = Layout(**degrees)
     shape = prepared(model, lora).shape
-    plan = Plan(layout, LENGTH, 1, microbatches, checkpointing, reshard=layout.pp == 1)
-    given = {"length": LENGTH, "microbatches": microbatches, "lora": lora, "optimizer": AdamWConfig()}
+    early = how.get("in_backward", False)
+    plan = Plan(layout, LENGTH, 1, microbatches, checkpointing, reshard=layout.pp == 1, in_backward=early)
+    optimizer = AdamWConfig(in_backward=early)
+    given = {"length": LENGTH, "microbatches": microbatches, "lora": lora, "optimizer": optimizer}
     found = world(layout.ranks).run(step, str(model), degrees, activation_checkpointing=checkpointing, **given)
     for one in found:
         held = held_by(shape, layout.pp)[one["stage"]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import PhiConfig, Qwen3Config
@@ -12,6 +14,7 @@ from luthier.hf.load import load_model
 from luthier.hf.shrink import VOCABULARY, shrink
 from luthier.hf.source import load_config, resolve
 from luthier.hf.tiny import causal_types, debug_config, debug_tokenizer
+from luthier.hf.tiny_vision import seeing_processor, seeing_types
 
 SOME = ["llama", "qwen3", "gemma2", "cohere2", "granite", "gpt2", "phi", "mixtral", "mistral", "opt", "falcon", "mamba"]
 
@@ -25,11 +28,23 @@ def test_every_type_that_is_trained_can_be_shrunk() -> None:
         config = debug_config(kind)
         refused += [kind] if not_causal(config) else []
         text = config.get_text_config(decoder=True)
-        assert getattr(text, "vocab_size", VOCABULARY) == VOCABULARY, kind
+        assert kind in seeing_types() or getattr(text, "vocab_size", VOCABULARY) == VOCABULARY, kind
     assert len(debug_tokenizer()) == VOCABULARY
     assert len(refused) == 42
     assert {"bart", "bert", "trocr", "whisper", "xlnet"} <= set(refused)
     assert not {"gpt2", "gemma3", "phi4_multimodal", "qwen3_5"} & set(refused)
+
+
+@pytest.mark.parametrize("kind", seeing_types())
+def test_a_tiny_model_that_sees_knows_the_tokens_of_its_processor(kind: str) -> None:
+    config, tokenizer = debug_config(kind), debug_tokenizer(kind)
+    processor: Any = seeing_processor(kind, tokenizer)
+    assert config.image_token_id in processor.image_token_ids
+    assert tokenizer("one two")["input_ids"] == debug_tokenizer()("one two")["input_ids"]
+    model = load_model(resolve(f"debug:{kind}"))
+    assert len(tokenizer) <= model.get_input_embeddings().weight.shape[0]
+    assert sum(p.numel() for p in model.parameters()) < 500_000
+    assert debug_config(kind, layers=3).get_text_config().num_hidden_layers == 3
 
 
 def test_what_is_no_causal_model_is_refused_before_it_is_built() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from luthier.errors import ConfigError
 from luthier.jobs import (
+    AdapterConfig,
     BuiltinTrainer,
     CustomDataset,
     CustomTrainer,
@@ -31,6 +32,7 @@ from luthier.jobs import (
     LuthierConfig,
     ModelExporter,
     ModelInitializer,
+    PrefixConfig,
     S3DatasetInitializer,
     S3ModelInitializer,
     ShardingStrategy,
@@ -112,7 +114,7 @@ def stands_alone(rows: Path | None = None) -> Any:
 
 
 T, L, INSTRUCT, CHAT = TorchTuneConfig, LoraConfig, TorchTuneInstructDataset, TorchTuneChatDataset
-F, Z = FsdpConfig, ZeroConfig
+F, Z, A, P = FsdpConfig, ZeroConfig, AdapterConfig, PrefixConfig
 HYBRID = ShardingStrategy.HYBRID_SHARD
 SHARDED = {"dp_replicate": 1, "dp_shard": -1, "reshard": "always"}
 PICTURES, FUNCTION = TorchTuneMultimodalDataset, CustomTrainer
@@ -208,6 +210,12 @@ ROWS = [
     effect(L, "quantize_base", True, "config.adapter.quantize", "nf4"),
     effect(L, "use_dora", False, "config.adapter.dora", False),
     effect(L, "use_dora", True, "config.adapter.dora", True),
+    # adapters beside text
+    effect(A, "adapter_len", 4, "config.adapter", {"kind": "adaption_prompt", "adapter_len": 4}),
+    effect(A, "adapter_layers", 3, "config.adapter.adapter_layers", 3),
+    refusal(A, "adapter_layers", 0, "peft_config.adapter_layers: must be more than 0"),
+    effect(P, "num_virtual_tokens", 4, "config.adapter", {"kind": "prefix", "num_virtual_tokens": 4}),
+    refusal(P, "num_virtual_tokens", 0, "peft_config.num_virtual_tokens: must be more than 0"),
     # who holds what of the model
     effect(T, "fsdp_config", F(), "config.train.activation_checkpointing", "full"),
     refusal(T, "fsdp_config", F(), "config.dtype: excludes fsdp_config", dtype="bf16"),
@@ -277,17 +285,16 @@ ROWS = [
     refusal(CHAT, "conversation_style", "chatml", 'conversation_style: "chatml" is neither openai nor sharegpt'),
     effect(CHAT, "train_on_input", False, "config.data.train.0.train_on_input", False),
     effect(CHAT, "new_system_prompt", "", "config.data.train.0.system_prompt", ""),
-    # pictures are refused as a whole
-    *(
-        refusal(PICTURES, field, value, "dataset_preprocess_config: data with pictures cannot be trained on yet")
-        for field, value in {
-            "source": "parquet",
-            "split": "train",
-            "column_map": {"input": "q"},
-            "image_dir": "pictures",
-            "image_tag": "<image>",
-        }.items()
-    ),
+    # rows with pictures
+    effect(PICTURES, "source", "parquet", "config.data.train.0.kind", "parquet"),
+    effect(PICTURES, "split", "train", "config.data.train.0.split", "train"),
+    effect(PICTURES, "column_map", {"image": "photo"}, "config.data.train.0.image_column", "photo"),
+    effect(PICTURES, "column_map", {"input": "q"}, "config.data.train.0.columns.completion", "output"),
+    refusal(PICTURES, "column_map", {"picture": "p"}, "column_map.picture: is no column of this format"),
+    effect(PICTURES, "image_dir", "photos", "config.data.train.0.image_root", "dataset/photos"),
+    refusal(PICTURES, "image_dir", "../photos", "image_dir: leads out of the data set"),
+    effect(PICTURES, "image_tag", "<image>", "config.data.train.0", {"path": "dataset"}),
+    refusal(PICTURES, "image_tag", "<img>", 'image_tag: "<img>" is not <image>'),
     # one's own class
     effect(CustomDataset, "name", "my.rows:Mine", "config.data.train.0.format", "my.rows:Mine"),
     refusal(CustomDataset, "name", "nobody", 'name: no data-set class is called "nobody"'),
@@ -344,7 +351,7 @@ def spec_of(client: Any, row: Row) -> Any:
     elif row.cls in (FsdpConfig, ZeroConfig):
         which = "fsdp_config" if row.cls is FsdpConfig else "zero_config"
         trainer = BuiltinTrainer(TorchTuneConfig(num_nodes=2, num_procs_per_node=4, **{which: thing}))
-    elif row.cls is LoraConfig:
+    elif row.cls in (LoraConfig, AdapterConfig, PrefixConfig):
         trainer = BuiltinTrainer(TorchTuneConfig(peft_config=thing))
     elif row.cls in (INSTRUCT, CHAT, PICTURES, CustomDataset):
         trainer = BuiltinTrainer(TorchTuneConfig(dataset_preprocess_config=thing))
@@ -377,7 +384,7 @@ def test_a_field(client, row):
 
 @pytest.mark.parametrize(
     "cls",
-    [T, L, F, Z, INSTRUCT, CHAT, PICTURES, CustomDataset, CustomTrainer, CustomTrainerContainer, BuiltinTrainer],
+    [T, L, F, Z, A, P, INSTRUCT, CHAT, PICTURES, CustomDataset, CustomTrainer, CustomTrainerContainer, BuiltinTrainer],
     ids=lambda c: c.__name__,
 )
 def test_no_field_is_without_a_row(cls):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,11 @@ def filed_reference(path: Path, config: PeftLora, directory: Path) -> Reference:
     peft.save_pretrained(str(directory), save_embedding_layers=False)
     expected = reference(path, peft)
     expected.gradients = {
-        name.removeprefix("base_model.model.").replace(".default", "").replace(".base_layer", ""): gradient
+        re.sub(
+            r"\.lora_embedding_([AB])$",
+            r".lora_\1.weight",
+            name.removeprefix("base_model.model.").replace(".default", "").replace(".base_layer", ""),
+        ): gradient
         for name, gradient in expected.gradients.items()
     }
     return expected

@@ -10,13 +10,15 @@ import peft
 import pytest
 import torch
 
-from luthier.adapters import save_peft
+from luthier.adapters import Merging, save_peft
 from luthier.config import LoraConfig
+from luthier.hf.save import save_model
 from luthier.hf.tiny import debug_config
 from tests.adapters.models import PEFT_WARNINGS
-from tests.oracles.plain import Reference, gradient_error, save_strong
+from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong
 from tests.oracles.rows import documents
 from tests.parallel.cases import filed_reference, measure, ready, whole
+from tests.world import RankError
 
 pytestmark = [*PEFT_WARNINGS, pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning")]
 
@@ -33,6 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "llama": save_strong(debug_config("llama", attention_bias=True, mlp_bias=True), root / "llama"),
         "gpt2": save_strong(debug_config("gpt2"), root / "gpt2"),
+        "tied": save_strong(debug_config("llama", tie_word_embeddings=True), root / "tied"),
     }
 
 
@@ -54,6 +57,52 @@ def test_dora(world: Any, models: dict[str, Path], kind: str, layout: dict[str, 
     expected = filed_reference(models[kind], config, tmp_path)
     lora = LoraConfig(start_from=str(tmp_path))
     check(world(2).run(measure, models[kind], layout, documents(), lora=lora), expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "gpt2"])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp_shard": 2}, {"cp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("dora", [False, True])
+def test_beside_the_table(
+    world: Any, models: dict[str, Path], kind: str, layout: dict[str, int], dora: bool, tmp_path: Path
+) -> None:
+    names = ["wte", "c_attn"] if kind == "gpt2" else ["embed_tokens", "q_proj"]
+    config = peft.LoraConfig(r=3, target_modules=names, use_dora=dora, fan_in_fan_out=kind == "gpt2")
+    expected = filed_reference(models[kind], config, tmp_path)
+    lora = LoraConfig(start_from=str(tmp_path))
+    if "pp" in layout and kind != "llama":
+        with pytest.raises(RankError, match="what is beside one of two tied ends is not dealt to stages"):
+            world(2).run(measure, models[kind], layout, documents(), lora=lora)
+        return
+    check(world(2).run(measure, models[kind], layout, documents(), lora=lora), expected)
+
+
+def exported(path: Path, layout: dict[str, int], directory: Path) -> None:
+    """From a layout: PEFT's files, and the merged model."""
+    state = ready(path, layout, adapter=LoraConfig(rank=4, target=["embed", "attn"]))
+    with torch.no_grad():
+        for name, parameter in state.model.named_parameters():
+            if ".lora_A" in name:
+                parameter.add_(0.1)
+    group = torch.distributed.group.WORLD
+    save_peft(state.model, directory / "adapter", group=group)
+    save_model(state.model, directory / "merged", tokenizer=None, transform=Merging(state.model), group=group)
+
+
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp_shard": 2}], ids=str)
+def test_a_table_is_merged_from_its_parts(
+    world: Any, models: dict[str, Path], layout: dict[str, int], tmp_path: Path
+) -> None:
+    world(2).run(exported, models["tied"], layout, tmp_path)
+    theirs = peft.PeftModel.from_pretrained(
+        plain_model(models["tied"], torch.float64), str(tmp_path / "adapter"), autocast_adapter_dtype=False
+    )
+    merged = plain_model(tmp_path / "merged", torch.float64)
+    ids = torch.arange(4, 30)[None]
+    expected = theirs(ids, use_cache=False).logits
+    assert torch.allclose(merged(ids, use_cache=False).logits, expected, atol=1e-10)
+    assert (plain_model(models["tied"], torch.float64)(ids, use_cache=False).logits - expected).abs().max() > 1e-2
+    assert merged.lm_head.weight is not merged.model.embed_tokens.weight
 
 
 def lengths(path: Path, layout: dict[str, int], precision: str) -> dict[str, torch.Tensor]:

@@ -68,6 +68,33 @@ def test_the_model_comes_near_its_teacher_and_goes_on(
     assert_same_end(whole.output, broken.output)
 
 
+def test_a_teacher_that_is_asked_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = {"divergence": "jsd", "beta": 0.3, "top_k": 20, "temperature": 1.5, "cross_entropy": 0.2}
+    live = config(place, "live", how)
+    kept = config(place, "kept", how | {"precompute": True})
+    distill.train(live)
+    distill.train(kept)
+    assert losses(kept) == pytest.approx(losses(live), rel=1e-5)
+    monkeypatch.setattr(distill, "teacher_of", lambda *_: pytest.fail("it has been asked already"))
+    longer = kept.model_copy(update={"train": kept.train.model_copy(update={"steps": 14})})
+    assert distill.train(longer)["steps"] == 14
+    with pytest.raises(ValueError, match=r"set method\.top_k, and do not stream"):
+        config(place, "run", {"precompute": True})
+
+
+def on_rank(values: dict[str, Any]) -> dict[str, Any]:
+    return distill.train(RunConfig.model_validate(values))
+
+
+def test_data_ranks_share_what_the_teacher_said(world: Any, place: Path) -> None:
+    how = {"top_k": 20, "precompute": True}
+    more = {"train": {"steps": 3, "rows_per_step": 3, "precision": "fp32"}, "optimizer": {"name": "sgd"}}
+    alone, both = config(place, "alone", how, **more), config(place, "both", how, parallel={"dp_shard": 2}, **more)
+    distill.train(alone)
+    world(2).run(on_rank, both.model_dump(mode="json"))
+    assert losses(both) == pytest.approx(losses(alone), rel=1e-5)
+
+
 def test_a_teacher_with_adapters_over_the_same_base(place: Path) -> None:
     values = config(place, "taught", {}, adapter={"rank": 4}).model_dump() | {"method": "sft"}
     taught = RunConfig.model_validate(values)

@@ -15,6 +15,7 @@ from luthier.errors import CheckpointError, ConfigError
 from luthier.hf.tiny import debug_config, debug_tokenizer
 from luthier.recipes.export import export
 from luthier.recipes.generate import generate
+from luthier.recipes.methods import train as train_by_method
 from luthier.recipes.sft import train
 from tests.adapters.models import PEFT_WARNINGS
 from tests.oracles.plain import save_strong
@@ -92,3 +93,21 @@ def test_from_rows_to_text(base: Path, tmp_path: Path, kind: str) -> None:
     assert answer["text"] == tokenizer.decode(ids[start:][: answer["tokens"]], skip_special_tokens=True).strip()
     [without] = generate(given, ["the sea"])["answers"]
     assert without["text"] != answer["text"]
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [KINDS["prompt"], KINDS["adaption_prompt"], "{rank: 2, new_tokens: [<end>, red]}"],
+    ids=["prompt", "adaption", "tokens"],
+)
+def test_preferences_are_measured_against_the_base(base: Path, tmp_path: Path, adapter: str) -> None:
+    """From the first step on and after an interruption alike; with the base precomputed anew each time."""
+    pairs = DATA.parent / "pairs.jsonl"
+    given = ["method={name: dpo}", f"data.train.path={pairs}", "data.cache=no", f"adapter={adapter}", "train.steps=3"]
+    given += ["data.sequence_length=256", "checkpoint.every=1"]
+    whole = train_by_method(config(base, tmp_path / "whole", "prompt", *given))
+    train_by_method(config(base, tmp_path / "parts", "prompt", *given, "train.steps=1"))
+    parts = train_by_method(config(base, tmp_path / "parts", "prompt", *given))
+    assert parts["loss"] == whole["loss"]
+    one, other = (load_file(tmp_path / run / "export" / "adapter_model.safetensors") for run in ("whole", "parts"))
+    assert all(torch.equal(value, other[key]) for key, value in one.items())

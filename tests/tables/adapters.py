@@ -6,6 +6,7 @@ table into docs/adapters.md. Both sides read the same files of random adapters, 
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from luthier.adapters import adapted, merge, save_peft
+from luthier.adapters.rows import NewTokens
 from luthier.batch import Batch
 from luthier.config import RunConfig
 from luthier.config.sections import SGDConfig
@@ -62,7 +64,9 @@ class Method:
         bound: that no deviation exceeds: the largest difference over the largest entry.
         refused: column -> words of the error by which it is refused.
         virtual: tokens that PEFT puts before every row.
+        measured: module whose `parity` stands for the one here.
         note: what one should know, under the table.
+        tokens: what a tokenizer makes of our `new_tokens`.
     """
 
     name: str
@@ -73,7 +77,9 @@ class Method:
     bound: float = 1e-10
     refused: Mapping[str, str] = field(default_factory=dict)
     virtual: int = 0
+    measured: str = ""
     note: str = ""
+    tokens: NewTokens | None = None
 
     def config(self, **fields: Any) -> Any:
         """Our config of it, other fields beside."""
@@ -84,7 +90,13 @@ class Method:
         return Config.validate_python({"kind": self.ours.get("kind", "lora"), "start_from": str(directory)})
 
 
+TOKENS = NewTokens((5, 200))
+UNMERGEABLE = "virtual tokens, prefixes and prompts stand in the place of text and cannot be merged into weights"
 BIASED = {"attention_bias": True, "mlp_bias": True}
+TAKING = (
+    "PEFT factorises in float32 alone, so forward and loads are compared to that; the others in float64. Gradients: "
+    "from PEFT's first values. Saves: our files on the base as it was. Loads: PEFT's, converted for it."
+)
 METHODS = [
     Method(
         "LoRA",
@@ -134,6 +146,72 @@ METHODS = [
         ),
         "gpt2",
     ),
+    Method(
+        "LoRA beside the embedding",
+        {"rank": 3, "alpha": 6, "target": ["attn", "embed"]},
+        peft.LoraConfig(r=3, lora_alpha=6, target_modules=[*ATTENTION, "embed_tokens"]),
+        changes={"tie_word_embeddings": True},
+    ),
+    Method(
+        "DoRA beside the embedding",
+        {"rank": 3, "alpha": 6, "target": ["attn", "embed"], "dora": True},
+        peft.LoraConfig(r=3, lora_alpha=6, target_modules=[*ATTENTION, "embed_tokens"], use_dora=True),
+        changes={"tie_word_embeddings": False},
+    ),
+    Method(
+        "PiSSA",
+        {"rank": 3, "alpha": 6, "target": ["attn", "mlp"], "init": "pissa"},
+        peft.LoraConfig(r=3, lora_alpha=6, target_modules=LINEAR, init_lora_weights="pissa"),
+        bound=1e-5,
+        measured="tests.tables.taking",
+        note=TAKING,
+    ),
+    Method(
+        "OLoRA",
+        {"rank": 3, "alpha": 6, "target": ["attn", "mlp"], "init": "olora"},
+        peft.LoraConfig(r=3, lora_alpha=6, target_modules=LINEAR, init_lora_weights="olora"),
+        bound=1e-5,
+        measured="tests.tables.taking",
+        note=TAKING,
+    ),
+    Method(
+        "LoRA beside rows of tokens, tied head",
+        {"rank": 3, "alpha": 6, "target": ["attn"], "new_tokens": ["<a>", "<b>"]},
+        peft.LoraConfig(r=3, lora_alpha=6, target_modules=ATTENTION, trainable_token_indices=[*TOKENS.ids]),
+        changes={"tie_word_embeddings": True},
+        tokens=TOKENS,
+    ),
+    Method(
+        "LoRA beside rows of tokens, head of its own",
+        {"rank": 3, "alpha": 6, "target": ["attn"], "new_tokens": ["<a>", "<b>"]},
+        peft.LoraConfig(
+            r=3,
+            lora_alpha=6,
+            target_modules=ATTENTION,
+            trainable_token_indices={"embed_tokens": [*TOKENS.ids], "lm_head": [*TOKENS.ids]},
+        ),
+        changes={"tie_word_embeddings": False},
+        tokens=TOKENS,
+    ),
+    Method(
+        "Prompt tuning",
+        {"kind": "prompt", "num_virtual_tokens": 4},
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        refused={"merges": UNMERGEABLE},
+        virtual=4,
+    ),
+    Method(
+        "Prefix tuning",
+        {"kind": "prefix", "num_virtual_tokens": 4},
+        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        refused={"merges": UNMERGEABLE},
+    ),
+    Method(
+        "LLaMA-Adapter",
+        {"kind": "adaption_prompt", "adapter_len": 4, "adapter_layers": 1},
+        peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1),
+        refused={"merges": UNMERGEABLE},
+    ),
 ]
 
 
@@ -148,6 +226,9 @@ def parity(method: Method, directory: Path, world: Callable[[int], World]) -> di
     Raises:
         AssertionError: it refuses for another reason than the row says, or trains something else than PEFT.
     """
+    if method.measured:
+        own: dict[str, float | str] = importlib.import_module(method.measured).parity(method, directory, world)
+        return {name: own[name] for name in COLUMNS}
     with widening():  # norms and routers would round to fp32 what differs in float64
         return _parity(method, directory, world)
 
@@ -175,7 +256,7 @@ def _parity(method: Method, directory: Path, world: Callable[[int], World]) -> d
             found[name] = reason
 
     state = ready(base, own)
-    assert shapes(state) == shapes(ready(base, method.config())), "other files than the config asks for"
+    assert shapes(state) == shapes(ready(base, method.config(), method.tokens)), "other files than the config asks for"
 
     def off(state: TrainState) -> float:
         logprobs = torch.cat(logprobs_of(state, [Batch.pack([sample]) for sample in samples]))
@@ -196,7 +277,10 @@ def _parity(method: Method, directory: Path, world: Callable[[int], World]) -> d
     def saves() -> float:
         save_peft(state.model, directory / "ours")
         again = peft.PeftModel.from_pretrained(
-            plain(base), str(directory / "ours"), is_trainable=True, autocast_adapter_dtype=False
+            plain(base),
+            str(directory / "ours"),
+            is_trainable=not method.peft.is_prompt_learning,  # which PEFT does not go on training
+            autocast_adapter_dtype=False,
         )
         again.eval()
         said = torch.cat(weighted_sum(Cut(again, method.virtual), samples).logprobs)
@@ -253,11 +337,12 @@ def plain(base: Path) -> Any:
     return plain_model(base, torch.float64)
 
 
-def ready(base: Path, adapter: Any) -> TrainState:
+def ready(base: Path, adapter: Any, tokens: NewTokens | None = None) -> TrainState:
     """Our model, in one process."""
     state = build_state(
         resolve(str(base)),
         adapter=adapter,
+        tokens=tokens,
         optimizer=SGDConfig(name="sgd", learning_rate=0.1),
         precision="fp64",
         device=torch.device("cpu"),
@@ -273,7 +358,7 @@ def scatter(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if "lora_" in name and "magnitude" not in name:
+        if ("lora_" in name and "magnitude" not in name) or "gate" in name:
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
         else:
             parameter.mul_(torch.rand(parameter.shape, generator=generator, dtype=torch.float64) + 0.5)

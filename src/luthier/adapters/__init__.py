@@ -13,6 +13,7 @@ from luthier.adapters.layer import (
     is_adapter_weight,
     split_outputs,
 )
+from luthier.adapters.loftq import LoftQ, rounds_of
 from luthier.adapters.lora import LoraReport, apply_lora, finish_lora, report
 from luthier.adapters.merge import MergeReport, Merging, merge, merged_weight
 from luthier.adapters.peft_files import load_peft
@@ -25,6 +26,7 @@ from luthier.adapters.targets import resolve_modules, resolve_targets
 __all__ = [
     "Adapted",
     "AdapterReport",
+    "LoftQ",
     "LoraLayer",
     "LoraReport",
     "LoraSpec",
@@ -60,6 +62,7 @@ __all__ = [
     "require_whole_blocks",
     "resolve_modules",
     "resolve_targets",
+    "rounds_of",
     "save_peft",
     "split_outputs",
     "untie",

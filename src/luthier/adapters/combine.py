@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from luthier.adapters.aside import aside_of, rename
 from luthier.adapters.peft_config import (
     CONFIG_FILE,
     WEIGHT_FILES,
@@ -284,9 +284,8 @@ def _write(
     directory.mkdir(parents=True, exist_ok=True)
     for stale in (CONFIG_FILE, WEIGHT_FILES[1]):
         (directory / stale).unlink(missing_ok=True)
-    aside = directory / f".{WEIGHT_FILES[0]}.aside"
-    save_file(made, aside)
-    os.replace(aside, directory / WEIGHT_FILES[0])
-    aside = directory / f".{CONFIG_FILE}.aside"
-    aside.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
-    os.replace(aside, directory / CONFIG_FILE)
+    weights, config = directory / WEIGHT_FILES[0], directory / CONFIG_FILE
+    save_file(made, aside_of(weights))
+    rename(aside_of(weights), weights)
+    aside_of(config).write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
+    rename(aside_of(config), config)

@@ -21,6 +21,7 @@ from luthier.hf.nf4 import dense
 from luthier.hf.shards import fill
 
 if TYPE_CHECKING:
+    from luthier.adapters.embedding import LoraEmbedding
     from luthier.adapters.layer import LoraLayer
 
 _ROWS = 4096
@@ -167,7 +168,7 @@ class _Rescale(torch.autograd.Function):
 
 
 @torch.no_grad()
-def initialise_magnitude(layer: LoraLayer) -> None:
+def initialise_magnitude(layer: LoraLayer | LoraEmbedding) -> None:
     """Give a layer its first lengths: the norms of its weight's rows. Called on all ranks that have parts of it."""
     place = layer.lora_magnitude_vector.weight
     norms = _whole_norms(layer.weight, layer.lora_shape.transposed).to(local_part(place).device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from luthier.adapters.embedding import LoraEmbedding
 from luthier.adapters.layer import LoraLayer, LoraSpec
 from luthier.hf.experts import Experts
 
@@ -181,15 +182,15 @@ def detach_experts(module: LoraExperts) -> None:
     module.__class__ = type(module).__mro__[2]
 
 
-Adapted = LoraLayer | ExpertsAdapter
+Adapted = LoraLayer | LoraEmbedding | ExpertsAdapter
 """What carries `lora_A`, `lora_B`, `lora_spec` and `lora_shape`."""
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
-    """Everything that is adapted, in the model's order: linear layers by full name, matrices of experts by the full
-    name of their weight."""
+    """Everything that is adapted, in the model's order: linear layers and the table of tokens by full name, matrices of
+    experts by the full name of their weight."""
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, LoraLayer | LoraEmbedding):
             yield name, module
         elif isinstance(module, LoraExperts):
             for key, adapter in module.lora.items():
@@ -198,7 +199,7 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
 
 def weight_names(name: str, layer: Adapted) -> tuple[str, ...]:
     """Full names of the base weight, A, B and with DoRA the lengths of what `adapted` calls by this name."""
-    if isinstance(layer, LoraLayer):
+    if not isinstance(layer, ExpertsAdapter):
         lengths = (f"{name}.lora_magnitude_vector.weight",) if layer.lora_spec.dora else ()
         return f"{name}.weight", f"{name}.lora_A.weight", f"{name}.lora_B.weight", *lengths
     module, _, key = name.rpartition(".")

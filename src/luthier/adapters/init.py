@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from luthier.adapters.dora import initialise_magnitude
+from luthier.adapters.embedding import LoraEmbedding
 from luthier.adapters.experts import Adapted, ExpertsAdapter, adapted
 from luthier.adapters.layer import LoraLayer
+from luthier.adapters.loftq import rounds_of, started
 from luthier.adapters.principal import take_from_base, takes_from_base
 from luthier.hf.shards import fill
 
@@ -53,11 +55,16 @@ def initialise_adapters(model: nn.Module, seed: int, init: str = "default") -> N
         init: `adapter.init`.
     """
     for turn, (name, layer) in enumerate(adapted(model)):
-        if isinstance(layer, LoraLayer) and layer.lora_spec.dora:
+        if not isinstance(layer, ExpertsAdapter) and layer.lora_spec.dora:
             initialise_magnitude(layer)
         if takes_from_base(init):
             assert isinstance(layer, LoraLayer)
             take_from_base(layer, name, init, stream(name, seed), turn)
+            continue
+        if rounds_of(init):
+            assert isinstance(layer, LoraLayer)
+            for place, value in zip((layer.lora_A.weight, layer.lora_B.weight), started(layer), strict=True):
+                fill(place, value.to(place.dtype))
             continue
         down, up = first_values(name, layer, seed, init)
         fill(layer.lora_A.weight, down)
@@ -77,10 +84,12 @@ def first_values(name: str, layer: Adapted, seed: int, init: str = "default") ->
         init: default (A uniform), gaussian (A of deviation 1 / rank) or orthogonal (both, with B A = 0).
 
     Returns:
-        float32 on the CPU; None for a B of zeros.
+        float32 on the CPU; None for a B of zeros. Beside a table of tokens A is zero, and B normal.
     """
     rank, shape = layer.lora_spec.rank, layer.lora_shape
     experts = layer.lora_shape.experts if isinstance(layer, ExpertsAdapter) else None
+    if isinstance(layer, LoraEmbedding):
+        return torch.zeros(rank, shape.inputs), torch.empty(shape.outputs, rank).normal_(generator=stream(name, seed))
     if init == "gaussian":
         size = (rank, shape.inputs) if experts is None else (experts, rank, shape.inputs)
         return torch.empty(size).normal_(std=1 / rank, generator=stream(name, seed)), None

@@ -25,6 +25,7 @@ from luthier.config.adapters import AdaptionPromptConfig, PrefixConfig, PromptCo
 from luthier.errors import ConfigError, ModelError, first_line
 from luthier.hf.anatomy import describe
 from luthier.hf.forward import hidden_states
+from luthier.hf.kinds import sees
 from luthier.hf.load import DTYPES
 from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.shards import fill
@@ -119,6 +120,9 @@ def as_in_files(config: LearnedConfig) -> LearnedConfig:
 
 
 def _attach(model: Any, config: LearnedConfig) -> None:
+    if sees(model.config):
+        what = f"{type(model).__name__} lays pictures out among its tokens, where nothing else can stand"
+        raise ConfigError(what, where="adapter.kind", remedy="take kind: lora")
     dtype = DTYPES.get(config.dtype or "")
     refused: dict[str, Any] = {"pp": f"adapters of kind {config.kind} are not dealt to stages"}
     match config:

@@ -7,7 +7,6 @@ The fields are those of PEFT 0.21 (https://huggingface.co/docs/peft/package_refe
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from luthier.adapters.aside import aside_of, rename
 from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, find_config, read_tensors
 from luthier.adapters.peft_files import PREFIX as PEFT
 from luthier.adapters.prompt import VirtualTokens, adaptions_of, key_heads, prefixes_of
@@ -179,12 +179,11 @@ def save_learned(
             target.mkdir(parents=True, exist_ok=True)
             for stale in (CONFIG_FILE, WEIGHT_FILES[1]):
                 (target / stale).unlink(missing_ok=True)
-            aside = target / f".{WEIGHT_FILES[0]}.aside"
-            save_file(tensors, aside)
-            os.replace(aside, target / WEIGHT_FILES[0])
-            aside = target / f".{CONFIG_FILE}.aside"
-            aside.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
-            os.replace(aside, target / CONFIG_FILE)
+            weights, config = target / WEIGHT_FILES[0], target / CONFIG_FILE
+            save_file(tensors, aside_of(weights))
+            rename(aside_of(weights), weights)
+            aside_of(config).write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
+            rename(aside_of(config), config)
     return target
 
 

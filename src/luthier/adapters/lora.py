@@ -15,9 +15,11 @@ from typing import Any
 from luthier.adapters.experts import adapted
 from luthier.adapters.init import initialise_adapters
 from luthier.adapters.layer import LoraSpec
+from luthier.adapters.loftq import rounds_of
 from luthier.adapters.peft_config import PeftConfig, read_peft_config
 from luthier.adapters.peft_files import load_part, load_peft
 from luthier.adapters.principal import takes_from_base
+from luthier.adapters.quantized import quantizable
 from luthier.adapters.rows import SUFFIX as ROWS
 from luthier.adapters.rows import NewTokens, attach_rows, initialise_rows, rows_of, tie_rows
 from luthier.adapters.siblings import find_siblings
@@ -126,7 +128,7 @@ def finish_lora(
         _load(model, config)
     else:
         initialise_adapters(model, seed, config.init)
-        initialise_rows(model)
+    initialise_rows(model, fill_in=config.start_from is None)
     freeze(model)
     find_siblings(model, run)
     return report(model, config)
@@ -163,6 +165,10 @@ def _allow(model: Any, names: Sequence[str], init: str) -> None:
     anatomy = describe(model)
     linear = {name for name, module in model.named_modules() if linear_shape(module) is not None}
     remedy = "leave init out, or name other layers in adapter.target"
+    if rounds_of(init) and (others := {f"{name}.weight" for name in names} - set(quantizable(model))):
+        plain = min(others).removesuffix(".weight")
+        what = f"{init} begins as what quantisation loses, and {plain} is not quantised"
+        raise ConfigError(what, where="adapter.init", remedy=remedy)
     if init not in ("default", "gaussian") and (other := next((name for name in names if name not in linear), None)):
         raise ConfigError(f"{init} is for linear layers, and {other} is none", where="adapter.init", remedy=remedy)
     if takes_from_base(init) and anatomy.tied and anatomy.head in names:

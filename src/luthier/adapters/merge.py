@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from luthier.adapters.dora import factor, row_norms
+from luthier.adapters.embedding import LoraEmbedding, detach_embedding
 from luthier.adapters.experts import Adapted, LoraExperts, adapted, detach_experts, weight_names
 from luthier.adapters.layer import LoraLayer, detach, is_adapter_weight
 from luthier.adapters.prompt import learned
@@ -105,8 +106,8 @@ def _sum(weight: Tensor, left: Tensor, right: Tensor, scale: float, dtype: torch
 def merge(model: Any) -> MergeReport:
     """Fold every adapter into its base weight and remove it; the classes of the layers are the base's again.
 
-    A head that carries an adapter and shares the embedding's weight gets a weight of its own, and the model's config
-    says so: the embedding does not change. What was quantised and adapted is a plain weight afterwards.
+    Where head and embedding share a weight and one carries an adapter, each gets a weight of its own, and the model's
+    config says so: the other end does not change. What was quantised and adapted is a plain weight afterwards.
 
     Args:
         model: a Transformers model with adapters in place.
@@ -128,6 +129,8 @@ def merge(model: Any) -> MergeReport:
             places[0].data.copy_(merged)
         if isinstance(layer, LoraLayer):
             detach(layer)
+        elif isinstance(layer, LoraEmbedding):
+            detach_embedding(layer)
     for module in [module for module in model.modules() if isinstance(module, LoraExperts)]:
         detach_experts(module)
     merge_rows(model)
@@ -219,13 +222,14 @@ def _report(deviations: dict[str, float], untied: bool) -> MergeReport:
 
 
 def _must_part(model: Any) -> bool:
-    """Whether an adapter beside a tied head would change the embedding if it were folded in."""
+    """Whether an adapter beside one of two tied ends would change the other if it were folded in."""
     return bool(_tied_heads(model))
 
 
 def _tied_heads(model: Any) -> list[str]:
-    """The head's name where it carries an adapter and shares the embedding's weight."""
+    """Names of head and embedding that carry an adapter, where the two share a weight."""
     anatomy = describe(model)
     if not anatomy.tied or anatomy.head is None:
         return []
-    return [anatomy.head] if isinstance(model.get_submodule(anatomy.head), LoraLayer) else []
+    ends = {name: model.get_submodule(name) for name in (anatomy.head, anatomy.embedding)}
+    return [name for name, module in ends.items() if isinstance(module, LoraLayer | LoraEmbedding)]

@@ -239,6 +239,7 @@ def peft_config_json(
     base_model: str | None,
     revision: str | None,
     tokens: Any = None,
+    task: str = "CAUSAL_LM",
 ) -> str:
     """The text of `adapter_config.json`.
 
@@ -257,6 +258,7 @@ def peft_config_json(
         base_model: name or path of the base.
         revision: its revision on the Hub.
         tokens: ids whose rows are saved, or such ids by the name of a module.
+        task: what PEFT takes the model for.
     """
     rank, alpha = _most_common(ranks.values()), _most_common(alphas.values())
     layers = {name for name in ranks if not any(name == item or name.endswith(f".{item}") for item in parameters)}
@@ -277,6 +279,7 @@ def peft_config_json(
         "ensure_weight_tying": ties,
         "fan_in_fan_out": transposed,
         "trainable_token_indices": tokens,
+        "task_type": task,
         "base_model_name_or_path": base_model,
         "revision": revision,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,9 @@ from luthier.adapters import peft_experts
 from luthier.adapters.experts import StackShape, adapted, stack_shape
 from luthier.adapters.layer import LoraSpec, is_adapter_weight
 from luthier.adapters.peft_config import CONFIG_FILE, PeftConfig, read_peft_config, read_tensors
+from luthier.adapters.peft_rows import in_order, tokens_in_file
 from luthier.adapters.rows import SUFFIX as ROWS
-from luthier.adapters.rows import attach_rows, in_order, rows_of, tie_rows, tokens_in_file
+from luthier.adapters.rows import attach_rows, rows_of, tie_rows
 from luthier.adapters.structure import (
     attach_all,
     freeze,
@@ -31,6 +32,8 @@ from luthier.hf.shards import fill
 
 PREFIX = "base_model.model."
 MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
+EMBEDDING = "lora_embedding_"
+"""How PEFT's names of A and B beside a table begin."""
 LENGTHS = ".lora_magnitude_vector"
 """PEFT's name for DoRA's lengths in files, which is not that of the parameter."""
 WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -114,7 +117,8 @@ def _read_weights(config: PeftConfig) -> dict[str, Tensor]:
     """name in the model -> tensor, PEFT's and other tools' wrappings taken off the name."""
     raw = read_tensors(config.directory)
     named = {WRAPPERS.sub("", key).removeprefix(PREFIX): value for key, value in raw.items()}
-    return {f"{key}.weight" if key.endswith(LENGTHS) else key: value for key, value in named.items()}
+    renamed = {f"{key}.weight" if key.endswith(LENGTHS) else key: value for key, value in named.items()}
+    return {re.sub(rf"\.{EMBEDDING}([AB])$", r".lora_\1.weight", key): value for key, value in renamed.items()}
 
 
 def _specs(
@@ -128,6 +132,9 @@ def _specs(
             sides.setdefault(found["layer"], {})[found["side"]] = value
     shapes: dict[str, LinearShape | StackShape]
     shapes = {name: linear for name, module in model.named_modules() if (linear := linear_shape(module))}
+    embedding = describe(cast(Any, model)).embedding
+    if isinstance(table := model.get_submodule(embedding), nn.Embedding):
+        shapes[embedding] = LinearShape(table.num_embeddings, table.embedding_dim, transposed=True, plain=True)
     targets = {name: name for name in shapes}
     for group in find_experts(model):
         for name in peft_experts.adapted_matrices(group, config):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -11,12 +10,16 @@ import torch
 from torch import Tensor
 
 from luthier.adapters import peft_experts
+from luthier.adapters.aside import aside_of, rename
+from luthier.adapters.embedding import LoraEmbedding
 from luthier.adapters.experts import Adapted, ExpertsAdapter, adapted
+from luthier.adapters.layer import LoraLayer
 from luthier.adapters.peft_config import CONFIG_FILE, WEIGHT_FILES, peft_config_json
-from luthier.adapters.peft_files import LENGTHS, MATRIX, PREFIX, WRAPPERS
+from luthier.adapters.peft_files import EMBEDDING, LENGTHS, MATRIX, PREFIX, WRAPPERS
+from luthier.adapters.peft_rows import ids_for_peft
 from luthier.adapters.principal import filed_spec
 from luthier.adapters.rows import SUFFIX as ROWS
-from luthier.adapters.rows import ids_for_peft, rows_of
+from luthier.adapters.rows import rows_of
 from luthier.adapters.structure import (
     both_ends_trained,
     wholly_trained,
@@ -62,7 +65,7 @@ def save_peft(
     told = exchange(
         (
             {name: filed_spec(layer) for name, layer in layers.items()},
-            any(layer.lora_shape.transposed for layer in layers.values() if not isinstance(layer, ExpertsAdapter)),
+            any(layer.lora_shape.transposed for layer in layers.values() if isinstance(layer, LoraLayer)),
             [Entry.of(key, _as_filed(key, value)) for key, value in _on_meta(own).items()],
         ),
         group,
@@ -94,10 +97,11 @@ def save_peft(
         base_model=base_model,
         revision=revision,
         tokens=ids_for_peft(model),
+        task="SEQ_CLS" if type(plain).__name__.endswith("ForSequenceClassification") else "CAUSAL_LM",
     )
     target = Path(directory)
     leads = rank_in(group) == 0
-    aside = _aside(target / WEIGHT_FILES[0])
+    aside = aside_of(target / WEIGHT_FILES[0])
     with together(group):
         if leads:
             target.mkdir(parents=True, exist_ok=True)
@@ -108,10 +112,10 @@ def save_peft(
         _write_own(aside, list(entries.values()), own, writers, group)
     with together(group):
         if leads:
-            _rename(aside, target / WEIGHT_FILES[0])
-            aside = _aside(target / CONFIG_FILE)
+            rename(aside, target / WEIGHT_FILES[0])
+            aside = aside_of(target / CONFIG_FILE)
             aside.write_text(text, encoding="utf-8")
-            _rename(aside, target / CONFIG_FILE)
+            rename(aside, target / CONFIG_FILE)
     return target
 
 
@@ -127,14 +131,18 @@ def _own_tensors(model: Any, layers: Mapping[str, Adapted], trained: Sequence[st
         filed |= {name: peft_experts.in_file(name, wanted) for name in wanted}
     for name, layer in layers.items():
         name = WRAPPERS.sub("", filed[name])
+        if not isinstance(layer, ExpertsAdapter) and layer.lora_spec.dora:
+            own[f"{PREFIX}{name}{LENGTHS}"] = layer.lora_magnitude_vector.weight
+        if isinstance(layer, LoraEmbedding):
+            own[f"{PREFIX}{name}.{EMBEDDING}A"] = layer.lora_A.weight
+            own[f"{PREFIX}{name}.{EMBEDDING}B"] = layer.lora_B.weight
+            continue
         own[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A.weight
         up = layer.lora_B.weight if isinstance(layer, ExpertsAdapter) else layer.lora_B.effective.detach()
         own[f"{PREFIX}{name}.lora_B.weight"] = up
         if (first := getattr(layer, "lora_first", None)) is not None:  # the base in files is as it was (`principal`)
             own[f"{PREFIX}{name}.lora_A.weight"] = (layer.lora_A.weight, first[0])
             own[f"{PREFIX}{name}.lora_B.weight"] = (up, -first[1])
-        if not isinstance(layer, ExpertsAdapter) and layer.lora_spec.dora:
-            own[f"{PREFIX}{name}{LENGTHS}"] = layer.lora_magnitude_vector.weight
     for name, rows in rows_of(model).items():
         own[f"{PREFIX}{name}{ROWS}"] = rows.trainable_tokens_delta
     inside = tuple(f"{name}." for name in trained)
@@ -187,18 +195,3 @@ def _as_filed(key: str, value: Tensor) -> Tensor:
     if value.dim() != 3 or (found := MATRIX.fullmatch(key)) is None:
         return value
     return peft_experts.flat(found["side"], value)
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.aside")
-
-
-def _rename(aside: Path, path: Path) -> None:
-    with open(aside, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

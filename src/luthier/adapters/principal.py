@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from luthier.errors import ConfigError
 from luthier.hf.gather import coordinate_of, gather, local_part
+from luthier.hf.nf4 import Nf4Weight
 from luthier.hf.shards import fill, own_part
 
 if TYPE_CHECKING:
@@ -85,12 +86,12 @@ def take_from_base(layer: LoraLayer, name: str, init: str, generator: torch.Gene
     if rank > smallest:
         raise ConfigError(f"{name} has no {rank} directions to take, but {smallest}", where="adapter.rank")
     weight = layer.weight
-    if not weight.is_floating_point():
+    if isinstance(local_part(weight), Nf4Weight):
         what = f"the weight of {name} is quantised, and its largest part cannot be taken out of it"
-        raise ConfigError(what, where="adapter.init", remedy="leave init out")
+        raise ConfigError(what, where="adapter.init", remedy="leave it out, or take loftq")
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     scale = layer.lora_spec.scale
-    with _one_thread():  # whose sums do not depend on the machine, so that a run that goes on has the very same base
+    with one_thread():  # whose sums do not depend on the machine, so that a run that goes on has the very same base
         whole, ranks = _whole(weight, turn)
         sizes = ((rank, layer.lora_shape.inputs), (layer.lora_shape.outputs, rank))
         if whole is not None:
@@ -140,7 +141,8 @@ def _spread(part: Tensor, weight: DTensor, source: int) -> None:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """One thread within, so that sums are those of any machine with as many bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

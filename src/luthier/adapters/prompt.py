@@ -126,13 +126,15 @@ class Adaption(nn.Module):
     Attributes:
         prompt: [prompts, width], read through the layer's own projections of keys and values.
         gate: [1].
+        virtual: of the model.
     """
 
     prompt: nn.Parameter
     gate: nn.Parameter
 
-    def __init__(self, count: int, width: int, **how: Any) -> None:
+    def __init__(self, virtual: Virtual, count: int, width: int, **how: Any) -> None:
         super().__init__()
+        self.virtual = virtual
         self.prompt = nn.Parameter(torch.empty(count, width, **how))
         self.gate = nn.Parameter(torch.empty(1, **how))
 
@@ -215,10 +217,11 @@ def attach_adaption(model: Any, count: int, layers: int | None, dtype: torch.dty
     if found[0].o_proj.bias is not None or found[0].q_proj.out_features != width:
         what = f"the attention of {name} ends in a bias, or has another width, which PEFT does not reckon with"
         raise ConfigError(what, where="adapter.kind", remedy="take kind: prefix, or lora")
+    virtual = Virtual()
     for module in found[-layers:] if layers is not None else found:
         how = {"device": module.k_proj.weight.device, "dtype": dtype or module.k_proj.weight.dtype}
-        setattr(module, BESIDE, Adaption(count, width, **how))
-    set_virtual(model, Virtual())
+        setattr(module, BESIDE, Adaption(virtual, count, width, **how))
+    set_virtual(model, virtual)
 
 
 def attentions(model: Any) -> dict[str, nn.Module]:

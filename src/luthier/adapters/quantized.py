@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from luthier.adapters.loftq import LoftQ, rounds_of
 from luthier.adapters.structure import wholly_trained
 from luthier.config import LoraConfig
 from luthier.errors import ConfigError
@@ -52,7 +54,9 @@ def packing_of(config: LoraConfig | None) -> Packing | None:
     if config is None or config.quantize is None:
         return None
     kernels()
-    return Packing(double=config.double_quantize)
+    if rounds := rounds_of(config.init):
+        return LoftQ(config.double_quantize, rounds=rounds)
+    return Packing(config.double_quantize)
 
 
 def quantizable(model: Any) -> list[str]:
@@ -78,18 +82,22 @@ def quantizable(model: Any) -> list[str]:
     return names
 
 
-def require_whole_blocks(model: nn.Module, names: Sequence[str]) -> None:
+def require_whole_blocks(model: nn.Module, packing: Packing) -> None:
     """Refuse a layout that would cut blocks of 64 numbers, before any weight is read.
 
     Args:
         model: on meta, laid out.
-        names: of the weights that will be quantised, those that are not here left out.
+        packing: names of the weights that will be quantised, those that are not here left out.
 
     Raises:
         ConfigError: a weight is named, and what would work.
     """
-    for name in names:
-        if (why := cut_blocks(model.get_parameter(name))) is not None:
+    for name in packing.names:
+        parameter = model.get_parameter(name)
+        if packing.whole and isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements):
+            what = f"loftq factorises whole weights, and of {name} each rank reads a part"
+            raise ConfigError(what, where="adapter.init", remedy="use dp_replicate or pp, or leave init out")
+        if (why := cut_blocks(parameter)) is not None:
             raise ConfigError(
                 f"{name} cannot be quantised on this layout: {why}",
                 where="adapter.quantize",

@@ -74,6 +74,8 @@ class TokenRows(nn.Module):
         ids: of the tokens, ascending.
         fresh: those that begin as the mean.
         base: tokens that the table has by itself.
+        first: [tokens, width], the rows before the first step.
+        on: off where the model is to be its base.
     """
 
     trainable_tokens_delta: nn.Parameter
@@ -82,6 +84,8 @@ class TokenRows(nn.Module):
         super().__init__()
         self.trainable_tokens_delta = nn.Parameter(torch.empty(len(tokens.ids), width, device=device, dtype=dtype))
         self.ids, self.fresh, self.base = tokens.ids, tokens.fresh, base
+        self.first: Tensor | None = None
+        self.on = True
 
     @property
     def extra(self) -> int:
@@ -90,6 +94,9 @@ class TokenRows(nn.Module):
 
     def rows(self, dtype: torch.dtype) -> Tensor:
         """The rows, as plain numbers in the dtype of the table."""
+        if not self.on:
+            assert self.first is not None, "the rows have not been given first values"
+            return self.first.to(dtype)
         delta: Tensor = self.trainable_tokens_delta
         if isinstance(delta, DTensor):  # on ranks of tp: whole on each
             delta = delta.to_local()
@@ -257,13 +264,19 @@ def rows_of(model: nn.Module) -> dict[str, TokenRows]:
     return found
 
 
+def rows_of_all(model: nn.Module) -> list[TokenRows]:
+    """Every place of rows, also of a head that has the table's."""
+    return [module for module in model.modules() if isinstance(module, TokenRows)]
+
+
 @torch.no_grad()
-def initialise_rows(model: Any) -> None:
+def initialise_rows(model: Any, *, fill_in: bool = True) -> None:
     """First values: an old token's own row; a fresh one's is the mean of the table's (Hewitt 2021,
     https://nlp.stanford.edu/~johnhew/vocab-expansion.html), in the head of the head's.
 
     Args:
         model: the weights in place; on a layout all ranks call it.
+        fill_in: let the rows have them; else they are noted alone.
     """
     for name, own in rows_of(model).items():
         weight: Tensor = model.get_submodule(name).weight
@@ -272,7 +285,13 @@ def initialise_rows(model: Any) -> None:
         mean = table.mean(0, dtype=wide)
         fresh = {*own.fresh, *(token for token in own.ids if token >= own.base)}
         first = [mean if token in fresh else table[token].to(wide) for token in own.ids]
-        fill(own.trainable_tokens_delta, torch.stack(first).to(own.trainable_tokens_delta.dtype))
+        own.first = torch.stack(first).to(own.trainable_tokens_delta.dtype)
+        if fill_in:
+            fill(own.trainable_tokens_delta, own.first)
+    known = rows_of(model)
+    for place in rows_of_all(model):
+        if place.first is None:  # a tied head's
+            place.first = next(iter(known.values())).first
 
 
 def tie_rows(model: Any) -> None:
@@ -336,63 +355,3 @@ def merge_rows(model: Any) -> int:
     table.num_embeddings = head.out_features = len(table.weight)
     model.config.get_text_config().vocab_size = len(table.weight)
     return count
-
-
-def tokens_in_file(config: Any, model: Any) -> NewTokens | None:
-    """Whose rows PEFT's files hold; None where they hold none.
-
-    Args:
-        config: `trainable_token_indices` of `adapter_config.json`: ids, or ids by the name of a module.
-        model: for the names of table and head.
-
-    Raises:
-        ConfigError: table and head have rows of different tokens.
-    """
-    if not config:
-        return None
-    listed = list(config.values()) if isinstance(config, dict) else [config]
-    anatomy = describe(model)
-    if any(sorted(ids) != sorted(listed[0]) for ids in listed):
-        raise ConfigError("table and head have rows of different tokens", where="trainable_token_indices")
-    own = isinstance(config, dict) and any(f"{anatomy.head}".endswith(name) for name in config)
-    return NewTokens(tuple(sorted(int(token) for token in listed[0])), head=anatomy.tied or own)
-
-
-def in_order(config: Any, weights: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-    """Weights of PEFT's file with rows by ascending id, and without what PEFT wrote of a table that has grown.
-
-    Args:
-        config: as of `tokens_in_file`.
-        weights: name -> tensor, PEFT's prefix taken off.
-        model: rows attached.
-    """
-    if not config:
-        return weights
-    found: dict[str, Tensor] = {}
-    for key, value in weights.items():
-        name = key.replace(f".{CHILD}.base_layer.", ".")
-        if name.endswith(SUFFIX):
-            module = name.removesuffix(SUFFIX)
-            ids = config if not isinstance(config, dict) else next(v for k, v in config.items() if module.endswith(k))
-            value = value[torch.tensor(ids).argsort()]
-        elif name.endswith(".weight") and isinstance(own := _rows_at(model, name.removesuffix(".weight")), TokenRows):
-            value = value[: own.base] if len(value) == own.base + own.extra else value
-        found[name] = value
-    return found
-
-
-def _rows_at(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)._modules.get(CHILD)
-    except AttributeError:
-        return None
-
-
-def ids_for_peft(model: Any) -> list[int] | dict[str, list[int]] | None:
-    """`trainable_token_indices` as PEFT takes it: one list where the head is tied, else one for each module's name."""
-    found = rows_of(model)
-    if not found:
-        return None
-    if len(found) == 1:
-        return list(next(iter(found.values())).ids)
-    return {name.rpartition(".")[2]: list(own.ids) for name, own in found.items()}

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from luthier.adapters.experts import LoraExperts, adapted, attach_experts, detach_experts
+from luthier.adapters.embedding import LoraEmbedding, attach_embedding, detach_embedding
+from luthier.adapters.experts import ExpertsAdapter, LoraExperts, adapted, attach_experts, detach_experts
 from luthier.adapters.layer import LoraLayer, LoraSpec, attach, detach, is_adapter_weight
 from luthier.adapters.prompt import detach_learned
 from luthier.adapters.rows import detach_rows, rows_of
@@ -32,7 +33,13 @@ def attach_all(
     """
     experts = {f"{group.name}.{key}": group for group in find_experts(model) for key in group.matrices}
     for name, spec in specs.items():
-        if (group := experts.get(name)) is not None:
+        module = model.get_submodule(name) if name not in experts else None
+        if isinstance(module, nn.Embedding):
+            attach_embedding(module, name, spec, dtype)
+            if describe(model).tied:  # type: ignore[arg-type]
+                why = "what is beside one of two tied ends is not dealt to stages"
+                model.refused_layouts = {**getattr(model, "refused_layouts", {}), "pp": why}  # type: ignore[assignment]
+        elif (group := experts.get(name)) is not None:
             if spec.dora:
                 what = f"DoRA has no lengths for matrices of fused experts ({name}), and neither has PEFT"
                 remedy = "name other layers in adapter.target (attn), or leave adapter.dora out"
@@ -67,6 +74,8 @@ def beside(model: Any) -> Any:
     for module in list(other.modules()):
         if isinstance(module, LoraLayer):
             detach(module)
+        elif isinstance(module, LoraEmbedding):
+            detach_embedding(module)
         elif isinstance(module, LoraExperts):
             detach_experts(module)
     detach_rows(other)
@@ -80,7 +89,7 @@ def freeze(model: nn.Module) -> None:
     chosen = {id(p) for name in wholly_trained(model) for p in model.get_submodule(name).parameters()}
     for _, layer in adapted(model):
         chosen |= {id(layer.lora_A.weight), id(layer.lora_B.weight)}
-        if isinstance(layer, LoraLayer) and layer.lora_spec.dora:
+        if not isinstance(layer, ExpertsAdapter) and layer.lora_spec.dora:
             chosen.add(id(layer.lora_magnitude_vector.weight))
     chosen |= {id(own.trainable_tokens_delta) for own in rows_of(model).values()}
     for parameter in model.parameters():

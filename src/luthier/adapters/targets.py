@@ -24,9 +24,10 @@ def resolve_targets(
 
     Args:
         model: a Transformers model, on meta or real.
-        items: each a role (attn, mlp with the experts, experts alone, unembed), all-linear (every linear module of the
-            layers but routers), the last part of a name or a dotted ending of it (q_proj, mlp.down_proj,
-            experts.down_proj, layers.3.self_attn.q_proj), or a regular expression over full names.
+        items: each a role (attn, mlp with the experts, experts alone, unembed, embed: the table of tokens; of a model
+            that sees vision, vision_attn, vision_mlp, projector), all-linear (every linear module of the text's layers
+            but routers), the last part of a name or a dotted ending of it (q_proj, mlp.down_proj, experts.down_proj,
+            layers.3.self_attn.q_proj), or a regular expression over full names.
         without: full names of modules that are trained whole; nothing in them is adapted.
         where: the field, for messages.
 
@@ -40,10 +41,11 @@ def resolve_targets(
     experts = {group.name: [f"{group.name}.{key}" for key in group.matrices] for group in find_experts(model)}
     linear: list[str] = []
     for name, module in model.named_modules():
-        found = experts.get(name, []) + ([name] if linear_shape(module) else [])
+        found = experts.get(name, []) + ([name] if linear_shape(module) or name == anatomy.embedding else [])
         linear += [target for target in found if not _inside(name, without)]
     roles = anatomy.roles | {"experts": tuple(name for names in experts.values() for name in names)}
     roles["mlp"] += roles["experts"]
+    roles["embed"] = (anatomy.embedding,)
     chosen: set[str] = set()
     for item in items:
         if item in roles:
@@ -116,7 +118,8 @@ def _nothing(
     if excluded and (others or roles.get(item)):
         what += ", since what it names is trained whole (adapter.train_modules)"
     elif others and item not in roles:
-        what += f": {others[0]} is a {type(model.get_submodule(others[0])).__name__}, not a linear layer"
+        kind = type(model.get_submodule(others[0])).__name__
+        what += f": {others[0]} is a {kind}, not a linear layer or the table of tokens"
     close = None if others or item in roles else nearest(item, known)
     remedy = f"did you mean {close!r}?" if close else f"choose from {', '.join(known)}"
     return ConfigError(what, where=where, remedy=remedy)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from luthier.config.base import PathText, Section
 from luthier.config.sections import LoraConfig
@@ -49,4 +49,12 @@ class AdaptionPromptConfig(_Learned):
     """How many of the uppermost layers have prompts; all when left out."""
 
 
-AdapterConfig = Annotated[LoraConfig | PromptConfig | PrefixConfig | AdaptionPromptConfig, Field(discriminator="kind")]
+def _kind(value: Any) -> Any:
+    return {"kind": "lora", **value} if isinstance(value, dict) else value
+
+
+AdapterConfig = Annotated[
+    Annotated[LoraConfig | PromptConfig | PrefixConfig | AdaptionPromptConfig, Field(discriminator="kind")],
+    BeforeValidator(_kind),
+]
+"""A mapping without a kind is LoRA's."""

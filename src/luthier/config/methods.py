@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from luthier.config.kinds import Kind
-from luthier.config.reinforcement import GrpoConfig
+from luthier.config.reinforcement import GrpoConfig, RewardConfig
 from luthier.config.sections import PathText, Section
-from luthier.config.teaching import DistillConfig
+from luthier.config.teaching import DistillConfig, PretrainConfig
 
 
 class SftConfig(Section):
@@ -106,7 +106,15 @@ def _named(value: Any) -> Any:
 
 MethodConfig = Annotated[
     Annotated[
-        SftConfig | DpoConfig | OrpoConfig | SimpoConfig | KtoConfig | GrpoConfig | DistillConfig,
+        SftConfig
+        | DpoConfig
+        | OrpoConfig
+        | SimpoConfig
+        | KtoConfig
+        | GrpoConfig
+        | RewardConfig
+        | DistillConfig
+        | PretrainConfig,
         Field(discriminator="name"),
     ],
     BeforeValidator(_named),

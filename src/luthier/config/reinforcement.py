@@ -1,4 +1,4 @@
-"""Learning from rewards: GRPO."""
+"""Learning from rewards, GRPO, and to give them: the reward model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GrpoConfig(Method):
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Whose standard deviation rewards less their group's mean are divided by."""
     beta: NonNegativeFloat = 0.0
-    """Weight of the divergence from the base model, which is the model without its adapters."""
+    """Weight of the divergence from the model before its first step; the weights that train are kept for it."""
     unbiased_kl: bool = True
     """Multiply the divergence by the ratio, so that its gradient is that of the reverse KL (DeepSeek-AI 2025,
     https://arxiv.org/abs/2512.02556), as TRL does."""
@@ -81,7 +81,7 @@ class GrpoConfig(Method):
         return self.epsilon_low if self.epsilon_high is None else self.epsilon_high
 
     def check(self, run: RunConfig) -> None:
-        """Refuse held-out rows, layouts that cannot sample, and a reference that is not there."""
+        """Refuse held-out rows and layouts that cannot sample."""
         data = run.data
         if data.validation is not None or data.validation_fraction is not None:
             raise ValueError("grpo measures its reward at every step, and nothing on held-out rows; leave those out")
@@ -91,9 +91,25 @@ class GrpoConfig(Method):
                 f"grpo samples with a whole copy of the model on each data rank, so it has no parallel.{shared[0]}; "
                 "use dp_shard or dp_replicate"
             )
-        no_base = ("train_modules", "start_from", "dora", "new_tokens")
-        if self.beta and (run.adapter is None or any(getattr(run.adapter, name, None) for name in no_base)):
-            raise ValueError(
-                "method.beta holds the model to its base, which is there only beside fresh low-rank adapters: leave it "
-                f"at 0 in full fine-tuning and with {', '.join(f'adapter.{name}' for name in no_base)}"
-            )
+
+
+class RewardConfig(Method):
+    """A reward model (Bradley and Terry 1952): a score on the last token of a text learns which of two answers to a
+    prompt is preferred. It is exported as a sequence classification of one label."""
+
+    rows: ClassVar[Kind] = "pairs"
+
+    name: Literal["reward"]
+    center: NonNegativeFloat = 0.0
+    """Weight of the squared sum of a pair's scores, which keeps them near 0 (Eisenstein et al. 2023,
+    https://arxiv.org/abs/2312.09244); TRL calls it center_rewards_coefficient."""
+
+    def check(self, run: RunConfig) -> None:
+        """Refuse layouts on which a text's last token lies elsewhere than its score, and other adapters."""
+        shared = [name for name in ("tp", "cp", "pp", "ep") if getattr(run.parallel, name) != 1]
+        if shared:
+            raise ValueError(f"a reward model has no parallel.{shared[0]}; use dp_shard or dp_replicate")
+        if run.adapter is not None and run.adapter.kind != "lora":
+            raise ValueError(f"adapter.kind {run.adapter.kind} has no place for a score; use lora, or no adapter")
+        if run.adapter is not None and run.adapter.start_from:
+            raise ValueError("a reward model begins with a new score; leave adapter.start_from out")

@@ -71,11 +71,6 @@ class RunConfig(Section):
     def _home(cls, value: Path) -> Path:
         return value.expanduser()
 
-    @field_validator("adapter", mode="before")
-    @classmethod
-    def _default_adapter(cls, value: Any) -> Any:
-        return {"kind": "lora", **value} if isinstance(value, dict) else value
-
     @field_validator("optimizer", mode="before")
     @classmethod
     def _default_optimizer(cls, value: Any) -> Any:
@@ -93,12 +88,14 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _quantised_weights_are_not_saved(self) -> RunConfig:
+    def _quantised_weights_are_not_saved_or_compiled(self) -> RunConfig:
         quantized = isinstance(self.adapter, LoraConfig) and self.adapter.quantize
         if self.checkpoint.trainable_only is False and quantized:
             raise ValueError(
                 "checkpoint.trainable_only: false would write a base that adapter.quantize has rounded; leave it out"
             )
+        if quantized and self.train.compile:
+            raise ValueError("train.compile cannot take a base that adapter.quantize keeps in four bits; leave it out")
         return self
 
     @model_validator(mode="after")

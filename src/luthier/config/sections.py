@@ -55,6 +55,12 @@ class SourceConfig(Section):
     """This source's share of a mixture, relative to the others (1 where another names one); without any, all rows."""
     rows: PositiveInt | None = None
     """Take the first N rows only; of format random: how many rows to make (default 1,000)."""
+    image_column: str | None = None
+    """The column that holds a row's images: paths, bytes or addresses, one or a list; images or image when left out."""
+    image_root: PathText | None = None
+    """Directory that paths of images start from and stay in; the data file's own when left out."""
+    allow_urls: bool = False
+    """Fetch images that rows name by http or https; each once, while rows are tokenised."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of a format of one's own; text files: rows (paragraph, line, file); instruct: template (chat, plain); random."""
 
@@ -115,11 +121,12 @@ class LoraConfig(Section):
     dora: bool = False
     """Train each output's length beside the low-rank direction (Liu et al. 2024, https://arxiv.org/abs/2402.09353)."""
     init: str = "default"
-    """First values: default, gaussian, orthogonal, pissa, pissa_niter_N (N rounds of a faster SVD), olora."""
+    """First values: default, gaussian, orthogonal, pissa, pissa_niter_N (N rounds of a faster SVD), olora; beside a
+    quantised base loftq, loftq_iter_N."""
     target: Annotated[list[str], BeforeValidator(one_or_many), Field(min_length=1)] = ["attn", "mlp"]
-    """Roles (attn, mlp, experts alone, unembed), all-linear, module names (q_proj), or patterns of full names."""
+    """Roles (attn, mlp, experts, unembed, embed, vision, projector), all-linear, names, or patterns of full names."""
     learning_rate_ratio: PositiveFloat | None = None
-    """LoRA+: B learns at this multiple of optimizer.learning_rate (Hayou et al. 2024, https://arxiv.org/abs/2402.12354)."""
+    """LoRA+: B learns at this multiple of the learning rate (Hayou et al. 2024, https://arxiv.org/abs/2402.12354)."""
     embedding_learning_rate: PositiveFloat = 1.0e-6
     """Of LoRA+: what adapters beside the embedding learn at."""
     train_modules: Annotated[list[str], BeforeValidator(one_or_many)] = []
@@ -136,10 +143,14 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _known_beginning(self) -> LoraConfig:
-        if not re.fullmatch(r"default|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d?)?", self.init):
-            raise ValueError(f"init {self.init!r} is not default, gaussian, orthogonal, pissa, pissa_niter_N or olora")
-        if self.quantize is not None and (self.init == "olora" or self.init.startswith("pissa")):
-            raise ValueError(f"init {self.init} takes a part out of the base, which quantize keeps in four bits")
+        rounds = r"default|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d?)?|loftq(_iter_[1-9]\d?)?"
+        if not re.fullmatch(rounds, self.init):
+            known = "default, gaussian, orthogonal, pissa, pissa_niter_N, olora, loftq or loftq_iter_N"
+            raise ValueError(f"init {self.init!r} is not {known}")
+        if self.init.startswith("loftq") and (self.quantize is None or self.dora):
+            raise ValueError(f"init {self.init} begins as what quantisation loses: it needs quantize: nf4, and no dora")
+        if self.quantize is not None and self.init.startswith(("pissa", "olora")):
+            raise ValueError(f"init {self.init} takes a part out of a base that is not quantised; use loftq beside one")
         if self.init == "orthogonal" and self.rank % 2:
             raise ValueError(f"init orthogonal needs an even rank, not {self.rank}")
         return self
@@ -157,6 +168,8 @@ class AdamWConfig(_OptimizerBase):
     name: Literal["adamw"] = "adamw"
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     epsilon: PositiveFloat = 1.0e-8
+    state_dtype: Literal["fp32", "int8"] = "fp32"
+    """Dtype of the two moments; int8 is bitsandbytes' 8 bits in blocks (Dettmers et al. 2021)."""
 
 
 class StochasticAdamWConfig(_OptimizerBase):
@@ -165,8 +178,8 @@ class StochasticAdamWConfig(_OptimizerBase):
     name: Literal["stochastic_adamw"]
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     epsilon: PositiveFloat = 1.0e-8
-    state_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of the two moments."""
+    state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Dtype of the two moments; int8 as of adamw."""
 
 
 class SGDConfig(_OptimizerBase):

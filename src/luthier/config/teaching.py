@@ -1,4 +1,4 @@
-"""Learning from another model: distillation."""
+"""Learning from another model, distillation, and from plain text, continued pre-training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,37 @@ class DistillConfig(Method):
     """Compare the teacher's so many likeliest tokens, and all others together as one; the whole vocabulary when left
     out."""
 
+    precompute: bool = False
+    """Ask the teacher about every training row once, before the first step, and keep its top_k under RUN/teacher; it is
+    then in memory no more, and a run that goes on does not need it."""
+
     def check(self, run: RunConfig) -> None:
-        """Refuse a beta that nothing reads."""
+        """Refuse a beta that nothing reads, and to keep what is too large or never ends."""
+        if self.precompute and (self.top_k is None or run.data.streaming):
+            raise ValueError("method.precompute keeps top_k tokens of every row: set method.top_k, and do not stream")
         if "beta" in self.model_fields_set and self.divergence != "jsd" and self.beta != 0.5:
             raise ValueError(f"method.beta is of jsd, and the divergence is {self.divergence}; leave it out")
+
+
+class PretrainConfig(Method):
+    """Continued pre-training: every token of long documents trains, without a template. It is sft with what that takes:
+    sources are read as text, and what is longer than data.sequence_length is split, not cut off, unless
+    data.too_long says so."""
+
+    name: Literal["pretrain"]
+    end_of_document: bool = True
+    """Train on the tokenizer's end after each document."""
+
+    def check(self, run: RunConfig) -> None:
+        """Read sources as text and split long documents, where nothing else is said; refuse rows of another kind."""
+        data = run.data
+        if "too_long" not in data.model_fields_set:
+            data.too_long = "split"
+        for source in [*(data.train or []), *(data.validation or [])]:
+            source.format = source.format or "text"
+            if source.format == "text" and not self.end_of_document:
+                source.options = {**source.options, "eos": False}
+            elif source.format != "text" and ":" not in source.format and source.format != "random":
+                raise ValueError(
+                    f"pretrain reads documents as text; for rows of format {source.format} use method: sft"
+                )

@@ -20,11 +20,13 @@ from filelock import FileLock
 
 from luthier.config.kinds import kind_of
 from luthier.config.sections import DataConfig, SourceConfig
+from luthier.data.picture_files import Stamp, pack, stamps, unchanged
 from luthier.data.prepare import Progress, SourceReader
 from luthier.data.sources import files_of, hub
 from luthier.data.tokenised import COLUMNS, MemoryColumns, Tokenised, Writer, assemble, open_directory, write_meta
 from luthier.errors import DataError
 from luthier.hf.render import Tokenizer
+from luthier.hf.sight import sight_of
 from luthier.hf.tokenizer import fingerprint
 
 VERSION = 3
@@ -59,7 +61,8 @@ def tokenise(
     Raises:
         DataError: the source or a row cannot be used, or the cache cannot be written.
     """
-    reader = SourceReader(source, data, tokenizer)
+    store = cache_directory() / "images" if data.cache else None
+    reader = SourceReader(source, data, tokenizer, store=store)
     if source.format == "random":
         names = ["random"]
     elif source.path.startswith(hub.PREFIX):
@@ -73,9 +76,10 @@ def tokenise(
     if not data.cache or own_format or source.format == "random" or (reader.loaded is not None and data.streaming):
         memory = MemoryColumns()
         meta = _fill(reader, names, Writer(memory.open), progress)
-        return assemble(meta, memory.read)
+        return replace(assemble(meta, memory.read), roots=reader.roots(names), store=store)
     try:
-        return replace(_cached(reader, names, _key(reader), progress), origins=names)
+        found = _cached(reader, names, _key(reader), progress)
+        return replace(found, origins=names, roots=reader.roots(names), store=store)
     except OSError as error:
         remedy = "set LUTHIER_CACHE to a directory that can be written, or data.cache: false"
         what, where = f"the cache cannot be written ({error.strerror or error})", str(cache_directory())
@@ -88,7 +92,7 @@ def _cached(reader: SourceReader, names: list[str], key: str, progress: Progress
     entry = directory / key
     with FileLock(directory / f"{key}.lock"):
         found = open_directory(entry)
-        if found is not None:
+        if found is not None and unchanged(found.stamps):
             return found
         aside = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=directory))
         try:
@@ -127,16 +131,19 @@ def _fill(reader: SourceReader, names: list[str], writer: Writer, progress: Prog
     places = {name: index for index, name in enumerate(names)}
     total = reader.source.rows if reader.source.format == "random" else None
     done = 0
+    marks: dict[str, Stamp] = {}
     for document, raw in enumerate(reader.rows()):
         origin = raw[1]
         for sample in reader.samples(raw):
-            writer.add(sample, document, places[origin.file], origin)
+            marks |= {stamp[0]: stamp for stamp in stamps(sample.pictures, reader.store)}
+            packed = pack(sample.pictures, reader.root(origin.file), reader.store)
+            writer.add(sample, document, places[origin.file], origin, packed)
         done = document + 1
         if progress is not None and done % _TOLD_EVERY == 0:
             progress(done, total)
     if progress is not None:
         progress(done, done)
-    return writer.meta(names, reader.report, reader.stop_ids)
+    return writer.meta(names, reader.report, reader.stop_ids, list(marks.values()))
 
 
 def _key(reader: SourceReader) -> str:
@@ -156,6 +163,9 @@ def _key(reader: SourceReader) -> str:
         "tokenizer": fingerprint(reader.tokenizer),
         "kind": kind_of(data),
     }
+    if (sight := sight_of(reader.tokenizer)) is not None:
+        names = [str(file) for file in reader.files or ()]
+        decisive["sight"] = [sight.fingerprint, [str(root and root.resolve()) for root in reader.roots(names)]]
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:40]
 
 

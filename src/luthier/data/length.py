@@ -80,4 +80,9 @@ def _shortened(sample: Sample, longest: int) -> Sample:
 
 
 def _cut(sample: Sample, start: int, end: int) -> Sample:
-    return Sample(sample.tokens[start:end], sample.targets[start:end], sample.weights[start:end], sample.origin)
+    return replace(
+        sample,
+        tokens=sample.tokens[start:end],
+        targets=sample.targets[start:end],
+        weights=sample.weights[start:end],
+    )

@@ -18,10 +18,12 @@ import numpy as np
 from luthier.batch import NO_TOKEN, Batch, Sample
 from luthier.config.sections import DataConfig, TrainConfig
 from luthier.data.packing import best_fit, deal, microbatches
+from luthier.data.pictures import show
 from luthier.data.rows import Rows, build_rows
 from luthier.data.state import LoaderState, StepBatch
 from luthier.data.stream import Placed, StreamRows
 from luthier.errors import CheckpointError, ConfigError
+from luthier.hf.sight import Sight
 
 ROWS_PER_STEP = 16
 """Rows of a global batch where the config says neither rows nor tokens."""
@@ -175,7 +177,7 @@ class Loader:
         # a row of several documents may be longer than any one of them may be
         capacity = max(self._data.sequence_length, *step.lengths)
         dealt = microbatches(step.lengths, capacity, self._data.packing, self._ranks)
-        own = [pack([step.sample(row) for row in rows]) for rows in dealt[self._rank]]
+        own = [pack([step.sample(row) for row in rows], self._rows.sight) for rows in dealt[self._rank]]
         return StepBatch(own, self._state, len(step.lengths), tokens, step.trained, step.weight, step.passed)
 
     def _epoch_limits(self) -> tuple[int, int]:
@@ -264,10 +266,11 @@ def _streamed(held: list[Placed]) -> _Step:
     )
 
 
-def pack(samples: Sequence[Sample]) -> Batch:
-    """A microbatch; without samples one of a single position of weight 0, for a rank that has to take part in it."""
+def pack(samples: Sequence[Sample], sight: Sight | None = None) -> Batch:
+    """A microbatch, with what the model sees; without samples one of a single position of weight 0, for a rank that has
+    to take part in it."""
     if samples:
-        return Batch.pack(samples)
+        return show(samples, Batch.pack(samples), sight)
     return Batch.pack([Sample(np.zeros(1, np.int64), np.full(1, NO_TOKEN), np.zeros(1, np.float32))])
 
 
@@ -295,5 +298,5 @@ def iterate_once(
         packed = best_fit([lengths[row] for row in shorter], tokens_per_batch)
         bins = [[row] for row in longer] + [[shorter[index] for index in indices] for indices in packed]
         for own in deal(bins, lengths, world_size)[rank]:
-            yield pack([rows[start + row] for row in own])
+            yield pack([rows[start + row] for row in own], rows.sight)
         start = end

@@ -66,7 +66,8 @@ class Masker:
     def __init__(self, encoder: Encoder) -> None:
         require_template(encoder.tokenizer)
         self._encoder = encoder
-        self._tags = has_generation_tags(encoder.tokenizer)
+        # with pictures in it a text's tokens are not those that the template's own marks are told by
+        self._tags = has_generation_tags(encoder.tokenizer) and not encoder.sees
         self._ends = self._learn_ends()
 
     @property
@@ -111,7 +112,8 @@ class Masker:
             BadRow: the template refuses the conversation.
         """
         try:
-            return render_text(self._encoder.tokenizer, messages, tools, add_generation_prompt=prompt)
+            shaped = self._encoder.shaped(messages)
+            return render_text(self._encoder.tokenizer, shaped, tools, add_generation_prompt=prompt)
         except UserError as error:
             raise BadRow(error.what, reason="refused by the chat template") from error
 
@@ -129,7 +131,7 @@ class Masker:
         changed = set()
         for number, message in enumerate(messages):
             content = message.get("content")
-            if not isinstance(content, str) or content.strip() in text:
+            if not isinstance(content, str) or all(said.strip() in text for said in self._encoder.texts(content)):
                 continue
             if message["role"] != "system" and self._with_other_content(messages, tools, number) == text:
                 raise BadRow(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from luthier.config.sections import DataConfig, SourceConfig
 from luthier.data.formats import Format, detect, make_format
 from luthier.data.formats.random import random_rows
 from luthier.data.length import fit
+from luthier.data.pictures import Album, has_pictures
 from luthier.data.report import BadRow, DataReport
 from luthier.data.sources import Origin, RawRow, read_rows
 from luthier.errors import DataError, UserError
 from luthier.hf.render import Tokenizer
+from luthier.hf.sight import blindness, sight_of
 
 Progress = Callable[[int, int | None], None]
 """Called with rows done, and rows in all where that is known."""
@@ -38,6 +40,7 @@ class SourceReader:
         files: its files, where they have been found already.
         loaded: its `datasets` object, where it has been loaded already.
         report: what became of the rows.
+        store: where images are kept that lie in no files of their own; None for memory.
     """
 
     source: SourceConfig
@@ -46,7 +49,9 @@ class SourceReader:
     files: list[Path] | None = None
     loaded: Any = None
     report: DataReport = field(default_factory=DataReport)
+    store: Path | None = None
     _format: Format | None = None
+    _album: Album | None = None
 
     def rows(self) -> Iterator[RawRow]:
         """All rows from the start, bad ones among them.
@@ -81,7 +86,7 @@ class SourceReader:
         try:
             if isinstance(row, BadRow):
                 raise row
-            made = self._made(row)
+            made = self._made(row, origin)
         except BadRow as fault:
             placed = fault.at(str(origin))
             if self.data.on_bad_row == "raise":
@@ -97,12 +102,37 @@ class SourceReader:
         longest, policy, kind = self.data.sequence_length, self.data.too_long, kind_of(self.data)
         return [piece for sample in samples for piece in fit(sample, longest, policy, self.report, kind)]
 
+    def root(self, file: str) -> Path | None:
+        """Where paths of images in a file's rows start; None for rows of no directory."""
+        if self.source.image_root is not None:
+            return Path(self.source.image_root)
+        return Path(file).parent if self.files is not None else None
+
+    def roots(self, names: Sequence[str]) -> list[Path | None]:
+        return [self.root(name) for name in names]
+
     @property
     def stop_ids(self) -> set[int]:
         """Tokens that ended what the model is to say, in the rows seen so far."""
         return set(getattr(self._format, "stop_ids", ()))
 
-    def _made(self, row: dict[str, Any]) -> Sample | list[Sample] | None:
+    def _made(self, row: dict[str, Any], origin: Origin) -> Sample | list[Sample] | None:
+        sight = sight_of(self.tokenizer)
+        told = kind_of(self.data)
+        if sight is None or told != "documents":
+            if (column := has_pictures(row, self.source)) is not None:
+                why, remedy = blindness(self.tokenizer)
+                if sight is not None:
+                    why, remedy = f"{told} have none", "train on them with method sft"
+                what = f"column {column!r} holds images, and {why}"
+                raise BadRow(what, reason="images that are not read", remedy=remedy)
+            return self._formatted(row)
+        if self._album is None:
+            self._album = Album(sight, self.source, self.store)
+        longest, policy = self.data.sequence_length, self.data.too_long
+        return self._album.seen(row, self.root(origin.file), self._formatted, longest=longest, policy=policy)
+
+    def _formatted(self, row: dict[str, Any]) -> Sample | list[Sample] | None:
         if self._format is None:
             # every row that told the columns was bad
             self._make(detect(row, self.source, kind_of(self.data)))

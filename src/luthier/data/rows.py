@@ -20,6 +20,7 @@ from luthier.data.stream import StreamRows
 from luthier.data.tokenised import Tokenised
 from luthier.errors import ConfigError, DataError
 from luthier.hf.render import Tokenizer
+from luthier.hf.sight import Sight, sight_of
 
 
 class Rows:
@@ -29,6 +30,7 @@ class Rows:
         parts: the sources.
         weights: their shares of a mixture, or None for all rows of all sources.
         chosen: which samples of each part belong here; all when left out.
+        sight: what reads their pictures, if the model does.
 
     Attributes:
         lengths: int64 [rows], positions of each.
@@ -46,8 +48,10 @@ class Rows:
         parts: Sequence[Tokenised],
         weights: Sequence[float] | None = None,
         chosen: Sequence[np.ndarray] | None = None,
+        sight: Sight | None = None,
     ) -> None:
         self._parts = list(parts)
+        self.sight = sight
         self._weights = None if weights is None else list(weights)
         self._chosen = list(chosen) if chosen is not None else [np.arange(len(part)) for part in parts]
         self._sizes = [len(rows) for rows in self._chosen]
@@ -75,6 +79,11 @@ class Rows:
         before = int(self._ends[part - 1]) if part else 0
         return replace(self._parts[part][int(self._chosen[part][index - before])], number=index)
 
+    @property
+    def pictures(self) -> bool:
+        """Whether any row has some."""
+        return any(int(part.picture_starts[-1]) for part in self._parts)
+
     def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
         """int64 [epoch_rows], the rows of an epoch in the order they are trained on."""
         return mixture.epoch_order(self._sizes, self._weights, seed, epoch, shuffle)
@@ -86,7 +95,7 @@ class Rows:
         for rows in self._chosen:
             chosen.append(rows[: max(0, left)])
             left -= len(rows)
-        return Rows(self._parts, self._weights, chosen)
+        return Rows(self._parts, self._weights, chosen, self.sight)
 
     def held_out(self, fraction: float, seed: int) -> tuple[Rows, Rows]:
         """These rows in two parts without overlap: the ones to train on, and about `fraction` of them held out.
@@ -123,7 +132,8 @@ class Rows:
             )
         inside = [np.array([i for i in rows if (n, int(i)) in taken], np.int64) for n, rows in enumerate(self._chosen)]
         outside = [np.setdiff1d(rows, held) for rows, held in zip(self._chosen, inside, strict=True)]
-        return Rows(self._parts, self._weights, outside), Rows(self._parts, None, inside)
+        held = Rows(self._parts, None, inside, self.sight)
+        return Rows(self._parts, self._weights, outside, self.sight), held
 
     def _column(self, name: str) -> np.ndarray:
         return np.concatenate([part.columns[name][rows] for part, rows in zip(self._parts, self._chosen, strict=True)])
@@ -210,7 +220,7 @@ def _read(
             told = "; ".join(part.report.lines())
             raise DataError(f"no rows are left to be used ({told})", where=source.path)
         parts.append(part)
-    return Rows(parts, mixture_weights(sources))
+    return Rows(parts, mixture_weights(sources), sight=sight_of(tokenizer))
 
 
 def _documents(part: Tokenised) -> list[tuple[int, int]]:

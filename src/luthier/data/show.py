@@ -10,6 +10,7 @@ from rich.text import Text
 
 from luthier.batch import NO_TOKEN, Sample
 from luthier.hf.render import Tokenizer
+from luthier.hf.sight import sight_of
 
 TRAINED, GIVEN, EDGE = "bold green", "dim", "bright_black"
 PARTS = (" (first)", " (second)")
@@ -18,13 +19,19 @@ _LONGEST_CHARACTER = 4
 
 
 def tokens_of(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The tokens of a document as plain data: ids, text, weight. The tokens of one character stand together."""
+    """The tokens of a document as plain data: ids, text, weight. A character's stand together, and so do an image's."""
     ids = [int(sample.tokens[0]), *(int(token) for token in sample.targets if token != NO_TOKEN)]
     weights = [0.0, *(float(weight) for weight in sample.weights)]
-    return [
-        {"ids": ids[start:end], "text": text, "weight": weights[start]}
-        for start, end, text in _pieces(ids, weights, tokenizer)
-    ]
+    sight = sight_of(tokenizer)
+    shown: list[dict[str, Any]] = []
+    for start, end, text in _pieces(ids, weights, tokenizer):
+        last = shown[-1] if shown else {}
+        if sight is not None and ids[start] in sight.ids and last.get("ids", [])[-1:] == ids[start:end]:
+            last["ids"] += ids[start:end]  # a picture's many tokens stand together
+            last["text"] = f"{text}x{len(last['ids'])}"
+        else:
+            shown.append({"ids": ids[start:end], "text": text, "weight": weights[start]})
+    return shown
 
 
 def render_row(sample: Sample, tokenizer: Tokenizer) -> Text:
@@ -34,6 +41,8 @@ def render_row(sample: Sample, tokenizer: Tokenizer) -> Text:
     that has several (the answers of a pair) stands under a line of counts of its own.
     """
     shown = Text()
+    for picture in sample.pictures:
+        shown.append(f"image {picture.path}\n", style=GIVEN)
     for number, document in enumerate(sample.documents):
         name = f"{sample.origin or 'row'}{PARTS[min(number, 1)] if sample.parts else ''}"
         if number:

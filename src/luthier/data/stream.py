@@ -22,6 +22,7 @@ from luthier.data.report import DataReport
 from luthier.data.sources import RawRow, files_of, hub
 from luthier.errors import DataError
 from luthier.hf.render import Tokenizer
+from luthier.hf.sight import sight_of
 from luthier.hf.tokenizer import fingerprint
 
 _SHUFFLE, _CHOICE = 3, 4
@@ -73,6 +74,8 @@ class StreamRows:
         seed: int,
     ) -> None:
         self._readers = [SourceReader(source, data, tokenizer) for source in sources]
+        self.sight = sight_of(tokenizer)
+        self.pictures = self.sight is not None  # perhaps
         self._data = data
         self._weights = weights
         self.mixed = weights is not None

@@ -6,14 +6,15 @@ import hashlib
 import io
 import json
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from luthier.batch import Sample
+from luthier.batch import Picture, Sample
+from luthier.data.picture_files import Stamp, unpack
 from luthier.data.report import DataReport
 from luthier.data.sources.origin import Origin
 
@@ -31,9 +32,11 @@ COLUMNS: dict[str, str] = {
     "parts": "<i8",
     "meta": "|u1",
     "meta_sizes": "<i8",
+    "pictures": "|u1",
+    "picture_sizes": "<i8",
 }
 """Name -> dtype. The first three have an entry per position, `parts` (lengths) one per document, `meta` (JSON, nothing
-where there is none) one per byte, the others one per sample.
+where there is none) and `pictures` (as `picture_files` packs them) one per byte, the others one per sample.
 
 An origin number counts lines, or rows where it is negative.
 """
@@ -53,6 +56,10 @@ class Tokenised:
         report: what became of the rows.
         stop_ids: tokens that ended what the model is to say.
         content: hash over sizes and checksums of all arrays.
+        picture_starts: int64 [samples + 1], where each sample's pictures begin.
+        stamps: of the files of pictures, to tell whether they have changed.
+        roots: where paths of pictures start, for each of `origins`.
+        store: where pictures are kept that lie in no files of their own.
     """
 
     columns: dict[str, np.ndarray]
@@ -63,6 +70,10 @@ class Tokenised:
     report: DataReport
     stop_ids: list[int]
     content: str
+    picture_starts: np.ndarray
+    stamps: list[Stamp] = field(default_factory=list)
+    roots: Sequence[Path | None] = ()
+    store: Path | None = None
 
     def __len__(self) -> int:
         return len(self.columns["lengths"])
@@ -79,7 +90,16 @@ class Tokenised:
             self.origin(index),
             tuple(parts) if len(parts) > 1 else (),
             json.loads(meta) if meta else {},
+            pictures=self.pictures(index),
         )
+
+    def pictures(self, index: int) -> tuple[Picture, ...]:
+        """Of a sample."""
+        start, end = int(self.picture_starts[index]), int(self.picture_starts[index + 1])
+        if start == end:
+            return ()
+        root = self.roots[int(self.columns["origin_file"][index])] if self.roots else None
+        return unpack(self.columns["pictures"][start:end].tobytes(), root, self.store)
 
     def origin(self, index: int) -> str:
         """File and line of a sample."""
@@ -100,8 +120,8 @@ class Writer:
         self._checks = dict.fromkeys(COLUMNS, 0)
         self._sizes = dict.fromkeys(COLUMNS, 0)
 
-    def add(self, sample: Sample, document: int, origin_file: int, origin: Origin) -> None:
-        """Append a sample that came from the `document`-th row."""
+    def add(self, sample: Sample, document: int, origin_file: int, origin: Origin, pictures: bytes = b"") -> None:
+        """Append a sample that came from the `document`-th row, with its packed pictures."""
         meta = json.dumps(sample.meta).encode() if sample.meta else b""
         values: dict[str, Any] = {
             "tokens": sample.tokens,
@@ -117,6 +137,8 @@ class Writer:
             "parts": sample.lengths,
             "meta": np.frombuffer(meta, np.uint8),
             "meta_sizes": [len(meta)],
+            "pictures": np.frombuffer(pictures, np.uint8),
+            "picture_sizes": [len(pictures)],
         }
         for name, value in values.items():
             data = np.asarray(value).astype(COLUMNS[name]).tobytes()
@@ -124,7 +146,9 @@ class Writer:
             self._checks[name] = zlib.crc32(data, self._checks[name])
             self._sizes[name] += len(data)
 
-    def meta(self, origins: list[str], report: DataReport, stop_ids: set[int]) -> dict[str, Any]:
+    def meta(
+        self, origins: list[str], report: DataReport, stop_ids: set[int], stamps: Sequence[Stamp] = ()
+    ) -> dict[str, Any]:
         """What has to be known to read the arrays back, and to tell whether they are whole."""
         columns = {name: [self._sizes[name], self._checks[name]] for name in COLUMNS}
         return {
@@ -132,6 +156,7 @@ class Writer:
             "origins": origins,
             "report": report.to_dict(),
             "stop_ids": sorted(stop_ids),
+            "stamps": [list(stamp) for stamp in stamps],
         }
 
 
@@ -164,6 +189,8 @@ def assemble(meta: dict[str, Any], read: Callable[[str], np.ndarray]) -> Tokenis
         report=DataReport.from_dict(meta["report"]),
         stop_ids=[int(token) for token in meta["stop_ids"]],
         content=hashlib.sha256(json.dumps(meta["columns"], sort_keys=True).encode()).hexdigest(),
+        picture_starts=np.concatenate([[0], np.cumsum(columns["picture_sizes"], dtype=np.int64)]),
+        stamps=[(str(path), int(size), int(changed)) for path, size, changed in meta["stamps"]],
     )
 
 

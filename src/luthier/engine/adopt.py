@@ -13,7 +13,7 @@ from luthier.engine.logprobs import Head
 from luthier.engine.state import TrainState
 from luthier.hf.allocator import bound_kernel_cache, tune_allocator
 from luthier.hf.anatomy import describe
-from luthier.hf.attention import register_attention, takes_attention
+from luthier.hf.attention import parts_attention, register_attention, takes_attention
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import packing_is_exact
 from luthier.hf.limits import limits_of
@@ -46,7 +46,7 @@ def adopt(
     """
     bound_kernel_cache()
     if takes_attention(type(model)):
-        model.set_attn_implementation(register_attention())
+        model.set_attn_implementation(parts_attention(model.config, register_attention()))
     if model.dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # grouped matrix products refuse float64
     follow_documents(model)

@@ -19,6 +19,7 @@ import torch
 
 from luthier.adapters import (
     AdapterReport,
+    LoftQ,
     LoraReport,
     apply_adapter,
     finish_adapter,
@@ -39,6 +40,7 @@ from luthier.engine.state import TrainState
 from luthier.errors import ConfigError, ModelError
 from luthier.hf.allocator import bound_kernel_cache, tune_allocator
 from luthier.hf.anatomy import Anatomy, describe
+from luthier.hf.classifier import attach_score
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import let_mask_itself, masks_itself, packing_is_exact
 from luthier.hf.head import HeadInfo, linear_head
@@ -124,6 +126,8 @@ class How(TypedDict, total=False):
     """Whose rows of embedding and head train beside LoRA; none when left out."""
     seed: int
     """Of the random initialisation and of the adapters; 0 when left out."""
+    score: bool
+    """A score beside the head, which trains in its place."""
     activation_checkpointing: Policy
     """What the backward pass computes again; nothing when left out."""
     compile_layers: bool
@@ -173,6 +177,8 @@ def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: U
         lora = found if mesh is None else lora or found  # a rank sees its part alone
         if isinstance(lora, LoraReport):
             lora = replace(lora, quantized=plan.quantized)
+    if how.get("score", False):
+        attach_score(model, seed)
     if mesh is not None and mesh.fsdp is not None:
         sum_what_is_whole(model, mesh.fsdp)
     if mesh is None:
@@ -261,6 +267,8 @@ class _Plan:
         self.parameters = sum(p.numel() for name, p in model.named_parameters() if name not in tied)
         if self.packing is not None:
             self.packing.names = quantizable(model)
+            if isinstance(self.packing, LoftQ):
+                self.packing.model = model
             self.quantized = str(quantized_report(model, self.packing.names, self.packing.double))
         if self._moe is not None:
             _refuse_what_reading_resets(model)
@@ -272,7 +280,7 @@ class _Plan:
             self._cut(model, self.mesh)
             if self.packing is not None:
                 self.packing.names = self._packed_here(model)
-                require_whole_blocks(model, self.packing.names)
+                require_whole_blocks(model, self.packing)
 
     def _packed_here(self, model: Any) -> list[str]:
         here = model.state_dict().keys()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,8 +19,47 @@ from luthier.engine.state import TrainState
 from luthier.hf.forward import hidden_states
 from luthier.hf.head import head_logits
 from luthier.losses import distill
+from luthier.losses.chunks import LOGITS_CHUNK
 from luthier.losses.cross_entropy import whole_logprobs
 from luthier.parallel.tensor import vocabulary_shard
+
+Said = Callable[[torch.Tensor], tuple[torch.Tensor | None, torch.Tensor]]
+"""Places [m] -> the teacher's likeliest tokens [m, k], None for all of the vocabulary, and their log-probabilities."""
+
+
+@torch.no_grad()
+def _logprobs(
+    model: Any, hidden: torch.Tensor, temperature: float, top_k: int | None
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    found = distill.shared_log_softmax(head_logits(model, hidden) / temperature, None)  # whole on every rank
+    if top_k is None:
+        return None, found
+    best = found.topk(min(top_k, found.shape[-1]))
+    return best.indices, best.values
+
+
+@torch.no_grad()
+def likeliest(teacher: Network, batch: Batch, top_k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """A teacher's likeliest tokens and their log-probabilities at the positions of a batch that train, 0 at others.
+
+    Args:
+        teacher: whole, in evaluation mode.
+        batch: T positions.
+        top_k: how many tokens.
+        temperature: of the distribution.
+
+    Returns:
+        int64 and float [T, top_k].
+    """
+    here = batch.padded(teacher.row_multiple).to(teacher.device)
+    hidden, chosen = hidden_states(teacher.model, here), counted(here)
+    ids = torch.zeros(batch.tokens, top_k, dtype=torch.int64, device=teacher.device)
+    logprobs = torch.zeros(batch.tokens, top_k, dtype=teacher.head.dtype, device=teacher.device)
+    for some in chosen.split(LOGITS_CHUNK):
+        best, values = _logprobs(teacher.model, hidden[some], temperature, top_k)
+        assert best is not None
+        ids[some], logprobs[some] = best, values.to(logprobs.dtype)
+    return ids, logprobs
 
 
 @dataclass(frozen=True)
@@ -27,7 +67,8 @@ class Distillation(HiddenLoss):
     """Sum of weight x ((1 - share) divergence + share (-log p(target))).
 
     Attributes:
-        teacher: a whole model of the same vocabulary, in evaluation mode; on a layout each rank has one.
+        teacher: a whole model of the same vocabulary, in evaluation mode; on a layout each rank has one. None where the
+            batches bring along what it says, as `likeliest` gives it: `teacher_ids`, `teacher_logprobs` [T, top_k].
         kind: of the divergence (`losses.distill`).
         beta: of jsd.
         temperature: divides the logits of both before they are compared.
@@ -35,7 +76,7 @@ class Distillation(HiddenLoss):
         top_k: compare the teacher's so many likeliest tokens, and all others together; None for the whole vocabulary.
     """
 
-    teacher: Network
+    teacher: Network | None
     kind: distill.Divergence = "forward"
     beta: float = 0.5
     temperature: float = 1.0
@@ -50,15 +91,21 @@ class Distillation(HiddenLoss):
         if chosen.numel() == 0:
             chosen = chosen.new_zeros(1)
         targets = row.targets[0, chosen].clamp(min=0)
-        taught = self._taught(state, batch)[self._places(state, batch)[chosen]]
-        loss, found = state.head.scored(hidden[chosen], row.weights[0, chosen], self._score(state, taught, targets))
+        places = self._places(state, batch)[chosen]
+        said = self._said(state, batch, places)
+        loss, found = state.head.scored(hidden[chosen], row.weights[0, chosen], self._score(state, said, targets))
         values = found.new_zeros(row.tokens).index_put((chosen,), found)
         return summed(state, loss), whole(state, values, batch)
 
-    @torch.no_grad()
-    def _taught(self, state: TrainState, batch: Batch) -> torch.Tensor:
-        """[positions, hidden] of the teacher for the whole padded microbatch."""
-        return hidden_states(self.teacher.model, batch.padded(state.row_multiple).to(self.teacher.device))
+    def _said(self, state: TrainState, batch: Batch, places: torch.Tensor) -> Said:
+        """What the teacher says at some positions of a microbatch, for some of them at a time."""
+        if self.teacher is None:
+            ids, logprobs = (batch.inputs[name][places] for name in ("teacher_ids", "teacher_logprobs"))
+            return lambda some: (ids[some].long(), logprobs[some])
+        model = self.teacher.model
+        with torch.no_grad():
+            hidden = hidden_states(model, batch.padded(state.row_multiple).to(self.teacher.device))[places]
+        return lambda some: _logprobs(model, hidden[some], self.temperature, self.top_k)
 
     @staticmethod
     def _places(state: TrainState, batch: Batch) -> torch.Tensor:
@@ -68,7 +115,7 @@ class Distillation(HiddenLoss):
         return held(state, replace(padded, targets=numbers)).targets[0]
 
     def _score(
-        self, state: TrainState, taught: torch.Tensor, targets: torch.Tensor
+        self, state: TrainState, said: Said, targets: torch.Tensor
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """score(logits of a chunk, its places among the n) -> [m], the negative loss of each."""
         shard = vocabulary_shard(state.model)
@@ -76,14 +123,11 @@ class Distillation(HiddenLoss):
         group = None if shard is None else shard.group
 
         def score(logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                teacher = head_logits(self.teacher.model, taught[places])
-                teacher = distill.shared_log_softmax(teacher / self.temperature, None)  # it is whole on every rank
+            ids, teacher = said(places)
             cooled = logits / self.temperature
-            if self.top_k is not None:
-                best = teacher.topk(min(self.top_k, teacher.shape[-1]))
-                student = distill.with_rest(logprobs(cooled, best.indices))
-                found = distill.divergence(student, distill.with_rest(best.values), self.kind, self.beta)
+            if ids is not None:
+                student = distill.with_rest(logprobs(cooled, ids))
+                found = distill.divergence(student, distill.with_rest(teacher.to(student)), self.kind, self.beta)
             else:
                 if shard is not None:
                     teacher = teacher[:, shard.offset : shard.offset + logits.shape[-1]]

@@ -9,7 +9,9 @@ import torch
 
 from luthier.batch import Batch
 from luthier.errors import ModelError
+from luthier.hf.virtual import virtual_of
 from luthier.parallel import context
+from luthier.parallel.rules import check_pictures
 
 if TYPE_CHECKING:
     from luthier.adapters import AdapterReport
@@ -44,6 +46,8 @@ class Network:
     """Why several documents cannot stand in one microbatch of this architecture; empty where they can."""
     prefix_fault: str | None = None
     """Why prompts that answers share are run with each of them; empty where they are run once, None: not asked yet."""
+    picture_fault: str | None = None
+    """Why several documents with pictures cannot stand in one microbatch; empty where they can, None until asked."""
     limits: Limits | None = None
     """Which ids and how long rows the model can read; None = not known, so not checked."""
     balance: Balance | None = None
@@ -96,15 +100,23 @@ def require_readable(network: Network, batch: Batch) -> None:
     """Refuse a batch that the model cannot read, or whose documents it would mix: wrong numbers without a word.
 
     Raises:
-        ModelError: it holds more than one document and `network.packing_fault` says why that cannot be.
+        ModelError: it holds more than one document and `network.packing_fault` says why that cannot be, or images where
+            virtual tokens are.
+        ConfigError: it holds images, which the layout cannot cut.
         DataError: of a token or a length that the model does not have (`hf.limits`).
     """
     if network.limits is not None:
         network.limits.check(batch)
-    if network.packing_fault and batch.documents > 1:
+    if batch.sights is not None:
+        if network.mesh is not None:
+            check_pictures(network.mesh.layout)
+        if virtual_of(network.model) is not None:
+            what = "tokens before a document move it from where its images are expected"
+            raise ModelError(what, where="batch", remedy="run documents with images without virtual tokens")
+    fault = network.packing_fault or (network.picture_fault if batch.sights is not None else "")
+    if fault and batch.documents > 1:
         raise ModelError(
-            f"{type(network.model).__name__} cannot run {batch.documents} documents in one batch: "
-            f"{network.packing_fault}",
+            f"{type(network.model).__name__} cannot run {batch.documents} documents in one batch: {fault}",
             where="batch",
             remedy="give each document a batch of its own (luthier.pack does)",
         )

@@ -122,7 +122,7 @@ def shared_of(network: Network, batches: Sequence[Batch], wanted: bool) -> list[
     """How each batch runs: with its prompts shared where that is wanted, this model can, and there are any."""
     if not wanted or prefix_fault(network):
         return [None] * len(batches)
-    found = [share(batch) for batch in batches]
+    found = [share(batch) if batch.sights is None else None for batch in batches]
     return [None if one is None else one.to(network.device) for one in found]
 
 

@@ -20,6 +20,7 @@ from luthier.engine.network import counted, held, require_readable, summed, whol
 from luthier.engine.prefixes import Shared, laid, read_off, shared_of
 from luthier.engine.state import TrainState
 from luthier.hf.forward import hidden_states
+from luthier.hf.seeing import eyes_open
 from luthier.parallel.fsdp import within
 from luthier.parallel.norm import gradient_norm, norm_of, settle
 from luthier.parallel.pipeline import Pipeline
@@ -172,7 +173,9 @@ def _loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of a microbatch and its log-probabilities [T]; on a layout all ranks run it, each with its part."""
     row = laid(state, batch, way, state.row_multiple)
-    hidden, row = read_off(hidden_states(state.model, row), row, batch, way)
+    with eyes_open(state.model) if state.mesh is not None else nullcontext():
+        found = hidden_states(state.model, row)
+    hidden, row = read_off(found, row, batch, way)
     return _score(state, hidden, row, batch, loss, all_logprobs)
 
 

@@ -64,7 +64,11 @@ class Kept:
 def find(config: RunConfig) -> Kept | None:
     """What is kept of a run's model on GPUs; None where that was not measured beforehand."""
     usual = config.adapter is None and config.revision is None and config.train.precision in (None, "bf16")
-    full = full_name(config.model) if usual and config.optimizer.name == "adamw" else None
+    full = (
+        full_name(config.model)
+        if usual and config.optimizer.name == "adamw" and config.optimizer.state_dtype == "fp32"
+        else None
+    )
     return _read(full) if full is not None else None
 
 

@@ -44,6 +44,9 @@ class Anatomy:
         others: linear modules of the layers in no role.
         experts: modules that hold many experts' weights in 3-D parameters, which are no linear modules.
         attention_only: positions of a row meet in attention alone, so documents can be kept apart there.
+        vision_attn: of the eyes, linear modules of attention.
+        vision_mlp: of the eyes, all other linear modules.
+        projector: linear modules between eyes and text.
     """
 
     backbone: str
@@ -59,11 +62,21 @@ class Anatomy:
     others: tuple[str, ...]
     experts: tuple[str, ...]
     attention_only: bool
+    vision_attn: tuple[str, ...] = ()
+    vision_mlp: tuple[str, ...] = ()
+    projector: tuple[str, ...] = ()
 
     @property
     def roles(self) -> dict[str, tuple[str, ...]]:
-        """Role -> linear modules that play it."""
-        return {"attn": self.attn, "mlp": self.mlp, "unembed": self.unembed}
+        """Role -> linear modules that play it; attn and mlp are those of the text."""
+        eyes = {"vision_attn": self.vision_attn, "vision_mlp": self.vision_mlp, "projector": self.projector}
+        found = {"vision": (*self.vision_attn, *self.vision_mlp), **eyes} if any(eyes.values()) else {}
+        return {"attn": self.attn, "mlp": self.mlp, "unembed": self.unembed, **found}
+
+    @property
+    def eyes(self) -> frozenset[str]:
+        """Linear modules that run for pictures alone."""
+        return frozenset((*self.vision_attn, *self.vision_mlp, *self.projector))
 
     @property
     def all_linear(self) -> tuple[str, ...]:
@@ -112,7 +125,32 @@ def describe(model: PreTrainedModel) -> Anatomy:
         others=tuple(found["other"]),
         experts=tuple(found["experts"]),
         attention_only=_stateful(layers) is None,
+        **_eyes(model, decoder, names),
     )
+
+
+def _eyes(model: PreTrainedModel, decoder: nn.Module, names: dict[int, str]) -> dict[str, tuple[str, ...]]:
+    """What a model sees with: the parts of its backbone that are beside the decoder of text. Those that have layers are
+    eyes, the others bring to the text what these see."""
+    backbone = getattr(model, backbone_name(model))
+    inside = names[id(decoder)]
+    found: dict[str, list[str]] = {"vision_attn": [], "vision_mlp": [], "projector": []}
+    if backbone is decoder or not inside.startswith(f"{names[id(backbone)]}."):
+        return {}
+    for part in backbone.children():
+        if inside == names[id(part)] or inside.startswith(f"{names[id(part)]}."):
+            continue
+        layered = bool(_lists(part))
+        for name, module in part.named_modules():
+            parent = part.get_submodule(name.rpartition(".")[0]) if name else backbone
+            # torch's own attention reads its matrices itself, past whatever is put into them
+            if not isinstance(module, LinearLike) or isinstance(parent, (*LinearLike, nn.MultiheadAttention)):
+                continue
+            attention = _role(re.split(r"\.\d+\.", name)[-1], parent) == "attn"
+            found["projector" if not layered else "vision_attn" if attention else "vision_mlp"].append(
+                names[id(module)]
+            )
+    return {role: tuple(modules) for role, modules in found.items()}
 
 
 def stateful_part(model: PreTrainedModel) -> str | None:

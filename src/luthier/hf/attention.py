@@ -19,13 +19,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from luthier.errors import ModelError
 from luthier.hf.blocked_attention import blocked_attention
 from luthier.hf.documents import Documents, active_documents, documents_of, is_channel
+from luthier.hf.kinds import crosses, sees
 from luthier.hf.shared_row import Piece, attend_shared
 from luthier.hf.virtual import BESIDE, PREFIX, with_prefix
 
@@ -53,6 +54,18 @@ def register_attention() -> str:
 def takes_attention(cls: type[PreTrainedModel]) -> bool:
     """Whether an architecture looks its attention up by name, so that "luthier" can stand there."""
     return bool(cls._can_set_attn_implementation() and cls._supports_attention_backend)
+
+
+def parts_attention(config: PreTrainedConfig, name: str | None) -> str | dict[str, str] | None:
+    """What to set as a config's attention implementation, so that its text has the one of this name.
+
+    The eyes of a model know no documents: they have torch's. So has text that looks at pictures by cross attention,
+    whose masks are not between positions of a row.
+    """
+    if name != NAME or not sees(config):
+        return name
+    text = "sdpa" if crosses(config) else name
+    return {"": text, **dict.fromkeys(config.sub_configs, "sdpa"), "text_config": text}
 
 
 def document_mask(
@@ -126,8 +139,9 @@ def _for_the_whole_row(
 def _is_causal(mask_function: Callable[..., torch.Tensor], packed: Documents, device: torch.device | str) -> bool:
     """Whether a mask function is plainly causal within each document.
 
-    Looks at the last query of each document, which a window or chunk would keep from the first keys, and at the first,
-    which a mask that looks ahead would show later keys. Cost: 2 T evaluations instead of T x T.
+    Looks at the last query of each document, which a window or chunk would keep from the first keys, at the first,
+    which a mask that looks ahead would show later keys, and at each key after a query's own, which the tokens of a
+    picture show one another. Cost: 3 T evaluations instead of T x T.
     """
     zero = torch.zeros((), dtype=torch.int64, device=device)
     keys, firsts, lasts = [], [], []
@@ -139,8 +153,10 @@ def _is_causal(mask_function: Callable[..., torch.Tensor], packed: Documents, de
     key, first, last = (torch.cat(places).to(device) for places in (keys, firsts, lasts))
     all_met = mask_function(zero, zero, last, key)
     met = mask_function(zero, zero, first, key)
-    place = packed.positions(device)
-    return bool((all_met.all() & (met == (place[key] <= place[first])).all()).item())
+    place, index = packed.positions(device), packed.index(device)
+    every = torch.arange(packed.tokens, device=device)
+    ahead = mask_function(zero, zero, every[:-1], every[1:]) & (index[:-1] == index[1:])
+    return bool((all_met.all() & (met == (place[key] <= place[first])).all() & ~ahead.any()).item())
 
 
 @torch.compiler.disable  # looks at documents and architectures on the host; a compiled layer is cut here
@@ -150,7 +166,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs
     Adds what an adapter beside attention makes of the queries.
     """
     output, weights = attend(module, query, *args, **kwargs)
-    if (beside := module._modules.get(BESIDE)) is not None:
+    beside: Any = module._modules.get(BESIDE)
+    if beside is not None and beside.virtual.on:
         output = output + beside(module, query)
     return output, weights
 

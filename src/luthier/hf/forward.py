@@ -51,11 +51,38 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     accepted = _accepted(type(backbone).forward)
     if accepted is not None:
         arguments = {name: value for name, value in arguments.items() if name in accepted}
+    if batch.sights is not None:
+        arguments |= _seen(batch, backbone)
     with documents(Documents.of(batch.cu_seqlens, batch.parents), told=not masks_itself(model)), counted(batch):
         output = backbone(input_ids=batch.input_ids, **arguments)
     hidden = output[0]
     assert isinstance(hidden, torch.Tensor)
     return hidden[0] if kept is None else hidden[0, kept]
+
+
+def _seen(batch: Batch, backbone: Any) -> dict[str, Any]:
+    """What the backbone reads of a batch's pictures, and the positions of its tokens.
+
+    Alone in its row a document gets these from the model, some of which lay them out over a picture in two dimensions.
+    Of several such documents each is laid out on its own: [4, 1, T], the first of them those of text.
+    """
+    assert batch.sights is not None
+    device = batch.input_ids.device
+    seen = {name: value.to(device) for name, value in batch.sights().items()}
+    if batch.documents == 1:
+        return {"position_ids": None, **seen}
+    if not hasattr(backbone, "get_rope_index"):
+        return seen
+    kinds, sizes = seen.pop("mm_token_type_ids"), iter(seen["image_grid_thw"])  # [1, T], [pictures, 3]
+    laid = []
+    for start, stop in itertools.pairwise(batch.cu_seqlens.tolist()):
+        own = kinds[:, start:stop]
+        pictures = int(((own[0, 1:] == 1) & (own[0, :-1] != 1)).sum() + (own[0, 0] == 1))
+        grid = torch.stack(list(itertools.islice(sizes, pictures))) if pictures else None
+        laid.append(
+            backbone.get_rope_index(batch.input_ids[:, start:stop], mm_token_type_ids=own, image_grid_thw=grid)[0]
+        )
+    return {**seen, "position_ids": torch.cat([batch.position_ids[None], torch.cat(laid, -1)])}
 
 
 def masks_itself(model: PreTrainedModel) -> bool:
@@ -83,7 +110,7 @@ def _accepted(forward: Callable[..., Any]) -> frozenset[str] | None:
 
 
 _PROBE_LENGTHS = (5, 11, 3)
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Root mean square of the difference over that of the logits' spread; wrong positions or masks make it about 1, and
 real models in bf16 differ from themselves by 0.05 on tokens that mean nothing."""
 
@@ -180,6 +207,6 @@ def _same_alone(model: PreTrainedModel, batch: Batch) -> tuple[bool, str]:
         alone = model(input_ids=batch.input_ids[:, start:stop], use_cache=False).logits[0].double()
         spread = (alone - alone.mean(-1, keepdim=True)).square().mean().clamp(min=1e-18)
         worst = max(worst, float(((packed[start:stop] - alone).square().mean() / spread).sqrt()))
-    if worst > _TOLERANCE.get(model.dtype, _TOLERANCE[torch.bfloat16]):
+    if worst > TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16]):
         return False, f"its logits differ by {worst:.1e} between packed documents and each alone"
     return True, ""

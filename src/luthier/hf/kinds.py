@@ -6,7 +6,10 @@ encoder that has learnt to be called one; trained on rows of text they would lea
 
 from __future__ import annotations
 
-from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig
+
+READS_PICTURES = ("gemma3", "idefics3", "llava", "mllama", "qwen2_5_vl", "smolvlm")
+"""Types that are trained on pictures as well as on text; each has been compared with Transformers' own step."""
 
 _READS_OTHERS = {
     "bert-generation": "an encoder, whose positions see those after them",
@@ -25,8 +28,24 @@ _READS_OTHERS = {
 """What no mapping of Transformers tells."""
 
 
+def sees(config: PreTrainedConfig) -> bool:
+    """Whether a model of this config reads pictures."""
+    kind = config.model_type
+    return kind in READS_PICTURES and type(config) is CONFIG_MAPPING[kind]
+
+
+def reads_text_alone(config: PreTrainedConfig) -> bool:
+    """Whether a model that sees is a causal language model of Transformers as well."""
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and never_causal(config.model_type) is None
+
+
+def crosses(config: PreTrainedConfig) -> bool:
+    """Whether its text looks at pictures by cross attention, instead of reading them as tokens."""
+    return bool(getattr(config.get_text_config(), "cross_attention_layers", None))
+
+
 def never_causal(model_type: str) -> str | None:
-    """What a type is instead of a causal language model, where its name alone tells; as `not_causal`."""
+    """What a type is instead of a causal language model of text alone, where its name tells; as `not_causal`."""
     return _READS_OTHERS.get(model_type)
 
 
@@ -40,6 +59,8 @@ def not_causal(config: PreTrainedConfig) -> str | None:
         the reason as what the model is: "an encoder, whose positions see those after them".
     """
     kind = config.model_type
+    if sees(config):
+        return None
     if kind in _READS_OTHERS:
         return _READS_OTHERS[kind]
     if kind not in CONFIG_MAPPING:

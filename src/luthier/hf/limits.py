@@ -13,6 +13,8 @@ from torch import nn
 
 from luthier.batch import Batch
 from luthier.errors import DataError
+from luthier.hf.anatomy import text_backbone
+from luthier.hf.kinds import sees
 from luthier.hf.virtual import virtual_of
 
 _POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)$")
@@ -65,9 +67,10 @@ class Limits:
 def limits_of(model: Any) -> Limits:
     """The limits of a loaded model."""
     embedding = model.get_input_embeddings()
+    reader = text_backbone(model) if sees(model.config) else model  # eyes have tables of their own
     tables = [
         module.num_embeddings - int(getattr(module, "offset", 0))  # OPT's first two rows stand for padding
-        for name, module in model.named_modules()
+        for name, module in reader.named_modules()
         if isinstance(module, nn.Embedding) and module is not embedding and _POSITIONS.search(name)
     ]
     vocabulary = int(getattr(embedding, "vocabulary", embedding.weight.shape[0]))  # rows of new tokens stand beside

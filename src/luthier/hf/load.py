@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     GenerationConfig,
     GgufConfig,
@@ -33,7 +34,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from luthier.errors import ModelError, UserError
 from luthier.hf import attention as luthier_attention
 from luthier.hf.initialise import initialise
-from luthier.hf.kinds import not_causal
+from luthier.hf.kinds import not_causal, sees
 from luthier.hf.packing import OnTheFly, Packing
 from luthier.hf.quiet import quiet
 from luthier.hf.rotary import follow_documents
@@ -126,7 +127,7 @@ def load_model(
             "distributed_config": DistributedConfig(),
         }
         if (chosen := attention or _default_attention(base)) is not None:
-            arguments["attn_implementation"] = chosen
+            arguments["attn_implementation"] = luthier_attention.parts_attention(own, chosen)
         if wanted == torch.float64 and base._can_set_experts_implementation():
             arguments["experts_implementation"] = "eager"  # grouped matrix products refuse float64
         if source.gguf_file and not scratch:
@@ -158,13 +159,15 @@ def load_model(
 def model_class(
     source: ModelSource, config: PreTrainedConfig, *, trust_remote_code: bool = False
 ) -> type[PreTrainedModel]:
-    """The class that Transformers would build for a causal language model with this config.
+    """The class that Transformers would build for a causal language model with this config, with its eyes if it has
+    any that are trained here.
 
     Raises:
         ModelError: the type is no causal language model.
     """
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in mapping:
+        found: Any = mapping[type(config)]
         classes: list[type[PreTrainedModel]] = list(found) if isinstance(found, list | tuple) else [found]
         return next((cls for cls in classes if cls.__name__ in (config.architectures or [])), classes[0])
     reference = (getattr(config, "auto_map", None) or {}).get(AutoModelForCausalLM.__name__)
@@ -182,7 +185,7 @@ def build_on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
     for asking about its anatomy."""
     own = copy.deepcopy(_config_of(cls, config))
     if (attention := _default_attention(cls)) is not None:
-        own._attn_implementation = attention
+        own._attn_implementation = luthier_attention.parts_attention(own, attention)
     with quiet(), torch.device("meta"), init.no_tie_weights(), init.meta_device_safe_creation_ops():
         return cls(own)
 

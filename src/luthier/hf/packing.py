@@ -35,11 +35,17 @@ class Packing:
     double: bool
     names: Collection[str] = ()
 
+    @property
+    def whole(self) -> bool:
+        """Whether it needs whole weights."""
+        return False
+
     @torch.no_grad()
-    def pack(self, part: Tensor, like: Tensor) -> Nf4Weight:
+    def pack(self, name: str, part: Tensor, like: Tensor) -> Nf4Weight:
         """What this rank holds of a weight, quantised.
 
         Args:
+            name: of the weight.
             part: all of it, or of a DTensor the local part.
             like: the parameter. All ranks of its mesh make the call.
         """
@@ -76,7 +82,7 @@ class Packing:
             local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
             if isinstance(local, Nf4Weight):
                 continue
-            made: Tensor = self.pack(local, parameter)
+            made: Tensor = self.pack(name, local, parameter)
             if isinstance(parameter, DTensor):
                 mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
                 made = DTensor.from_local(made, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
@@ -111,7 +117,7 @@ class OnTheFly:
             if name in self._packing.names:
                 like = self._model.get_parameter(name)
                 # of another shape: the loader says so
-                tensor = self._packing.pack(tensor, like) if tensor.shape == _local_shape(like) else tensor
+                tensor = self._packing.pack(name, tensor, like) if tensor.shape == _local_shape(like) else tensor
             made[name] = tensor
         return made
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -69,6 +71,19 @@ class Encoder:
     def encode_rendered(self, text: str) -> list[int]:
         """What `encode` gives, quicker for texts that share their pieces with texts seen before."""
         return self.encode(text) if self._cut is None else self._by_pieces(text)
+
+    @property
+    def sees(self) -> bool:
+        """Whether texts may have pictures in them (`hf.sight`)."""
+        return False
+
+    def shaped(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Messages as the chat template takes them."""
+        return messages
+
+    def texts(self, content: str) -> list[str]:
+        """What a message says in words."""
+        return [content]
 
     def is_blank(self, token: int) -> bool:
         """Whether a token is nothing but white space."""

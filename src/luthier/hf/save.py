@@ -24,6 +24,7 @@ from transformers.dynamic_module_utils import custom_object_save
 import luthier
 from luthier.errors import ModelError
 from luthier.hf.gather import plain_class
+from luthier.hf.processor import save_reader
 from luthier.hf.quiet import quiet
 from luthier.hf.save_weights import Transform, write_weights
 from luthier.hf.source import EXPORT_MARK, ModelSource, fetch
@@ -166,7 +167,7 @@ def _write_configs(
 
 
 def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, aside: Path) -> None:
-    tokenizer.save_pretrained(str(aside))
+    save_reader(tokenizer, aside)
     file = aside / "tokenizer_config.json"
     content = json.loads(file.read_text(encoding="utf-8"))
     for name in ("name_or_path", "gguf_file", "vocab_file", "tokenizer_file", "is_local", "local_files_only"):

@@ -143,7 +143,7 @@ class _Outline:
         for twin, owner in plain.all_tied_weights_keys.items():
             if twin not in self.held or owner not in self.held:
                 continue
-            if self.held[twin] is self.held[owner] and len(self.sources(twin)) == 1:
+            if self.held[twin] is self.held[owner] and len(self.sources(twin)) == len(self.sources(owner)) == 1:
                 names.remove(twin)
             else:
                 self.tied = False

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from luthier.errors import ModelError, first_line
+from luthier.hf.attention import parts_attention
 from luthier.hf.quiet import quiet
 from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.rotary import follow_documents
@@ -64,7 +65,7 @@ def make_small(kind: Kind, *, layers: int = LAYERS) -> Any:
         torch.manual_seed(0)
         try:
             config = shrink(kind.config, layers=layers)
-            config._attn_implementation = kind.attention
+            config._attn_implementation = parts_attention(config, kind.attention)
             model: Any = kind.cls(config).float().eval()
         except RAISED_BY_MODELS as error:  # sizes that do not fit one another
             raise ModelError(f"no small model of its kind can be made to try it on ({first_line(error)})") from error

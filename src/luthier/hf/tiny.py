@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -16,10 +17,11 @@ from luthier.errors import ModelError
 from luthier.hf.kinds import never_causal
 from luthier.hf.quiet import quiet
 from luthier.hf.shrink import shrink
+from luthier.hf.tiny_vision import seeing_config, seeing_tokenizer, seeing_types
 
 
 def causal_types() -> tuple[str, ...]:
-    """Every model type that may stand behind `debug:`, in alphabetical order."""
+    """Every type of text models that may stand behind `debug:`, in alphabetical order."""
     return tuple(sorted(kind for kind, config in CONFIG_MAPPING.items() if config in MODEL_FOR_CAUSAL_LM_MAPPING))
 
 
@@ -29,7 +31,7 @@ def known_type(model_type: str) -> str:
     Raises:
         ModelError: Transformers has no causal language model of this type; names the nearest one.
     """
-    known = causal_types()
+    known = tuple(sorted({*causal_types(), *seeing_types()}))
     if model_type in known:
         return model_type
     near = difflib.get_close_matches(model_type, known, n=1, cutoff=0.3)
@@ -48,6 +50,8 @@ def debug_config(model_type: str, **changes: Any) -> PreTrainedConfig:
         ModelError: no such type, or its config cannot be shrunk.
     """
     kind = known_type(model_type)
+    if kind in seeing_types():
+        return seeing_config(kind, **changes)
     cls = CONFIG_MAPPING[kind]
     try:
         with quiet():
@@ -85,20 +89,31 @@ CHAT_TEMPLATE = (
 """ChatML with tools, without generation tags: what most models' templates look like."""
 
 
-def debug_tokenizer() -> PreTrainedTokenizerFast:
+def debug_tokenizer(
+    kind: str = "", *, more: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE, **named: str
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of about 500 tokens with a ChatML template; every call makes a new, equal one.
 
     Any text survives the way there and back. It adds no BOS by itself; "<|im_end|>" ends turns, "<|endoftext|>" texts.
+
+    Args:
+        kind: the model's type; one that sees pictures gets a few tokens and a template for them.
+        more: special tokens beside its own.
+        chat_template: its template.
+        named: special tokens that have a name of their own ("boi_token").
     """
+    if kind in seeing_types():
+        return seeing_tokenizer(kind, debug_tokenizer)
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_backend()),
         bos_token="<|endoftext|>",
         eos_token="<|endoftext|>",
         pad_token="<|pad|>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=["<|im_start|>", "<|im_end|>", *more],
+        chat_template=chat_template,
         model_max_length=2048,
         clean_up_tokenization_spaces=False,
+        **named,
     )
 
 

@@ -50,7 +50,7 @@ def load_tokenizer(
     if source.kind == "debug":
         from luthier.hf.tiny import debug_tokenizer
 
-        loaded: PreTrainedTokenizerBase = debug_tokenizer()
+        loaded: PreTrainedTokenizerBase = debug_tokenizer(source.name)
     else:
         field = "tokenizer" if tokenizer is not None else "model"
         arguments = {"gguf_file": source.gguf_file} if source.gguf_file else {}

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         JobSpec,
     )
     from luthier.jobs.trainers import (
+        AdapterConfig,
         BuiltinTrainer,
         CustomDataset,
         CustomTrainer,
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
         DataType,
         LoraConfig,
         Loss,
+        PrefixConfig,
         TorchTuneChatDataset,
         TorchTuneConfig,
         TorchTuneInstructDataset,
@@ -103,6 +105,7 @@ __all__ = [
     "DATASET_PATH",
     "MODEL_PATH",
     "ActiveDeadlineSeconds",
+    "AdapterConfig",
     "Annotations",
     "BuiltinTrainer",
     "ContainerPatch",
@@ -137,6 +140,7 @@ __all__ = [
     "Name",
     "PodSpecPatch",
     "PodTemplatePatch",
+    "PrefixConfig",
     "ReplicatedJobPatch",
     "Runtime",
     "RuntimeKind",

@@ -136,8 +136,8 @@ def _framework(runtime: Runtime) -> Framework | str:
 def _builtin(asked: Asked, runtime: Runtime, trainer: BuiltinTrainer) -> dict[str, Any]:
     preset = preset_of(runtime)
     if preset is not None and preset.pictures:
-        what = f"{preset.model} reads pictures, which cannot be trained on yet"
-        raise ConfigError(what, where="runtime", remedy="name a model of text alone")
+        what = f"{preset.model} reads pictures, and the catalogue has no layout for it"
+        raise ConfigError(what, where="runtime", remedy="use the runtime luthier, and name the model")
     size = _size(asked, runtime, trainer.config, "trainer.config")
     nodes, processes = size["num_nodes"], size["nproc_per_node"]
     ranks = nodes * processes if processes != "auto" else None
@@ -148,6 +148,9 @@ def _builtin(asked: Asked, runtime: Runtime, trainer: BuiltinTrainer) -> dict[st
         _check_engine(asked, trainer, draft.config)
     if asked.exporter is not None and asked.exporter.form == "adapter" and not adapts:
         asked.refuse("exporter.form", "there is no adapter", "train one with peft_config, or export merged")
+    kind = (draft.config.get("adapter") or {}).get("kind", "lora")
+    if asked.exporter is not None and asked.exporter.form == "merged" and kind != "lora":
+        asked.refuse("exporter.form", f"there is no weight that {kind} could be merged into", 'set form="adapter"')
     return size | {
         "recipe": select("lora" if adapts else "full", nodes, None if processes == "auto" else processes).recipe,
         "engine": trainer.engine,

@@ -65,6 +65,6 @@ def _parsed(name: str) -> tuple[Preset, Method, bool]:
         raise ConfigError("there is no recipe or config of this name", where=name, remedy=remedy)
     preset = presets()[model]
     if preset.pictures:
-        what = f"{preset.model} reads pictures, which cannot be trained on yet"
+        what = f"{preset.model} reads pictures, and the catalogue has no layout for it"
         raise ConfigError(what, where=name, remedy="name a model of text alone")
     return preset, method, config.endswith("_single_device")

@@ -6,14 +6,22 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, assert_never
 
 from luthier.config.faults import shown
 from luthier.config.suggest import nearest
 from luthier.errors import ConfigError
 from luthier.jobs.convert_data import data_source
 from luthier.jobs.convert_sharding import put_sharding
-from luthier.jobs.trainers import DataType, LoraConfig, Loss, TorchTuneConfig
+from luthier.jobs.trainers import (
+    AdapterConfig,
+    DataType,
+    LoraConfig,
+    Loss,
+    PeftConfig,
+    PrefixConfig,
+    TorchTuneConfig,
+)
 
 AT = "trainer.config"
 ROWS_PER_STEP = 16
@@ -114,7 +122,7 @@ def convert(config: TorchTuneConfig, base: dict[str, Any]) -> Draft:
     if config.chat_template is not None:
         carry_template(config.chat_template, f"{AT}.chat_template", draft)
     if config.peft_config is not None:
-        draft.put("adapter", _adapter(config.peft_config, draft), f"{AT}.peft_config")
+        draft.put("adapter", _peft(config.peft_config, draft), f"{AT}.peft_config")
     if config.dataset_preprocess_config is not None:
         source = data_source(config.dataset_preprocess_config, draft.config, draft.refuse)
         draft.files |= source.pop("files", {})
@@ -169,6 +177,21 @@ def carry_template(path: str, where: str, draft: Draft) -> None:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         draft.refuse(where, f"{shown(path)} cannot be read: {reason}")
     draft.put("data.chat_template", CHAT_TEMPLATE, where)
+
+
+def _peft(peft: PeftConfig, draft: Draft) -> dict[str, Any]:
+    match peft:
+        case LoraConfig():
+            return _adapter(peft, draft)
+        case PrefixConfig():
+            draft.origins["adapter.num_virtual_tokens"] = f"{AT}.peft_config.num_virtual_tokens"
+            return {"kind": "prefix", "num_virtual_tokens": peft.num_virtual_tokens}
+        case AdapterConfig():
+            for name in ("adapter_len", "adapter_layers"):
+                draft.origins[f"adapter.{name}"] = f"{AT}.peft_config.{name}"
+            layers = {} if peft.adapter_layers is None else {"adapter_layers": peft.adapter_layers}
+            return {"kind": "adaption_prompt", "adapter_len": peft.adapter_len, **layers}
+    assert_never(peft)
 
 
 def _adapter(lora: LoraConfig, draft: Draft) -> dict[str, Any]:

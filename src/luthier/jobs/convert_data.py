@@ -11,6 +11,7 @@ from luthier.config.split import parse_split
 from luthier.config.suggest import nearest
 from luthier.errors import ConfigError
 from luthier.jobs.datasets import shipped
+from luthier.jobs.spec import DATASET
 from luthier.jobs.trainers import (
     CustomDataset,
     DataFormat,
@@ -24,6 +25,8 @@ AT = "trainer.config.dataset_preprocess_config"
 CLASS_MODULE = "own_dataset"
 """The module, in the workspace, of a data-set class that travels along."""
 INSTRUCT_COLUMNS = ("instruction", "input", "output", "prompt", "completion", "system")
+PICTURE_COLUMNS = ("input", "output", "image")
+IMAGE_TAG = "<image>"
 STYLES = {"openai": "messages", "sharegpt": "conversations"}
 """Style of conversations -> the column that holds them by convention."""
 
@@ -52,7 +55,7 @@ def data_source(dataset: DatasetConfig, config: dict[str, Any], refuse: Refuse) 
         case CustomDataset():
             source |= _custom(dataset, refuse)
         case TorchTuneMultimodalDataset():
-            refuse(AT, "data with pictures cannot be trained on yet", "use TorchTuneChatDataset for text alone")
+            source |= _pictures(dataset, refuse)
     return source
 
 
@@ -109,6 +112,30 @@ def _chat(dataset: TorchTuneChatDataset, refuse: Refuse) -> dict[str, Any]:
             source["column"] = STYLES[dataset.conversation_style]
     if dataset.conversation_column is not None:
         source["column"] = dataset.conversation_column
+    return source
+
+
+def _pictures(dataset: TorchTuneMultimodalDataset, refuse: Refuse) -> dict[str, Any]:
+    """Rows with images: a question and an answer where columns are named, else conversations as they are found."""
+    source: dict[str, Any] = {}
+    columns = dict(dataset.column_map or {})
+    for name in columns:
+        if name not in PICTURE_COLUMNS:
+            refuse(f"{AT}.column_map.{name}", "is no column of this format", f"there are {', '.join(PICTURE_COLUMNS)}")
+    if (image := columns.pop("image", None)) is not None:
+        source["image_column"] = image
+    if columns:
+        asked, answered = columns.get("input", "input"), columns.get("output", "output")
+        source |= {"format": "instruct", "columns": {"prompt": asked, "completion": answered}}
+        source["options"] = {"template": "chat"}
+    if dataset.image_tag not in (None, IMAGE_TAG):
+        what = f"{shown(dataset.image_tag)} is not {IMAGE_TAG}, which stands for an image in every model's rows"
+        refuse(f"{AT}.image_tag", what, f"write {IMAGE_TAG} into the rows, or the model's own tag, and leave it out")
+    if dataset.image_dir is not None:
+        # beside the rows, wherever these were fetched to
+        source["image_root"] = f"{DATASET}/{dataset.image_dir}"
+        if dataset.image_dir.startswith("/") or ".." in dataset.image_dir.split("/"):
+            refuse(f"{AT}.image_dir", "leads out of the data set", "name a directory in it")
     return source
 
 

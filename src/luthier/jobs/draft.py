@@ -140,7 +140,8 @@ def _settle_all(draft: Draft, given: dict[str, Any], initializer: Initializer, *
     places += [(given.get("adapter") or {}, "start_from", "adapter.start_from")]
     for part in ("train", "validation"):
         sources = given.get("data", {}).get(part) or ()
-        places += [(source, "path", f"data.{part}.{number}.path") for number, source in enumerate(sources)]
+        for key in ("path", "image_root"):
+            places += [(source, key, f"data.{part}.{number}.{key}") for number, source in enumerate(sources)]
     for section, key, where in places:
         if not fetched.get(str(section.get(key)).split("/")[0]):
             _settle(draft, section, key, f"{AT}.{where}", here=here)

@@ -116,7 +116,13 @@ class TorchTuneChatDataset:
 @fields_named
 @dataclass
 class TorchTuneMultimodalDataset:
-    """Rows with pictures."""
+    """Rows with pictures.
+
+    Attributes:
+        column_map: {"input": column, "output": column, "image": column}; conversations with an image column otherwise.
+        image_dir: directory in the data set that paths of images start from; the rows' own when left out.
+        image_tag: "<image>", which stands for an image in every model's rows.
+    """
 
     source: DataFormat | str | None = None
     split: str | None = None
@@ -165,6 +171,31 @@ class LoraConfig:
 
 @fields_named
 @dataclass
+class AdapterConfig:
+    """Prompts that the upper layers attend to beside the text, behind a gate (LLaMA-Adapter).
+
+    Attributes:
+        adapter_len: prompts of each layer.
+        adapter_layers: how many of the uppermost layers have them; all when left out.
+    """
+
+    adapter_len: int = 10
+    adapter_layers: int | None = None
+
+
+@fields_named
+@dataclass
+class PrefixConfig:
+    """Keys and values that stand before every text in every layer (prefix tuning)."""
+
+    num_virtual_tokens: int = 30
+
+
+PeftConfig = LoraConfig | PrefixConfig | AdapterConfig
+
+
+@fields_named
+@dataclass
 class TorchTuneConfig:
     """Parameters of a fine-tune. The first eight are Kubeflow's; the others, by torchtune's names, are what it lacks.
 
@@ -194,7 +225,7 @@ class TorchTuneConfig:
     epochs: float | None = None
     loss: Loss | str | None = None
     num_nodes: int | None = None
-    peft_config: LoraConfig | None = None
+    peft_config: PeftConfig | None = None
     dataset_preprocess_config: DatasetConfig | None = None
     resources_per_node: dict[str, Any] | None = None
     num_procs_per_node: int | None = None

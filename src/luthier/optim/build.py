@@ -78,7 +78,7 @@ def build_optimizer(
                 **numbers,
                 "weight_decay": config.weight_decay if key[0] else 0.0,
                 "rounding": "stochastic" if stochastic else "remainder",
-                "state_dtype": config.state_dtype if isinstance(config, StochasticAdamWConfig) else "fp32",
+                "state_dtype": getattr(config, "state_dtype", "fp32"),
                 "params": [],
             }
         groups[key]["params"].append((name, parameter))

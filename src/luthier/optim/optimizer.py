@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from luthier.errors import CheckpointError, UserError
+from luthier.optim import eight_bits
+from luthier.optim.eight_bits import BLOCK, SCALE, SMALLEST, eight_bit_states
 from luthier.optim.rounding import join, split, stochastic_round
 from luthier.optim.rules import RULES, Rule, States
 
@@ -44,7 +46,7 @@ class Optimizer(torch.optim.Optimizer):
         groups: dictionaries with `params` as (name, parameter) pairs, `rule` (a key of `RULES`), `lr`, `weight_decay`
             and what the rule needs, `rounding` of bf16 weights ("remainder": the exact fp32 weight is kept as the bf16
             one and 16 bits more; "stochastic": bf16 is all there is) and `state_dtype` ("fp32" or "bf16", the dtype of
-            moments of bf16 weights; those of wider weights have the weights' dtype).
+            moments of bf16 weights; those of wider weights have the weights' dtype; "int8": `eight_bits`).
         seed: of stochastic rounding. The bits come from it, the step and the place in the model alone, so other uses
             of randomness change nothing, replicas agree, and a resumed run goes on with the same bits.
     """
@@ -62,7 +64,7 @@ class Optimizer(torch.optim.Optimizer):
             rule = RULES[group["rule"]]
             for parameter in group["params"]:
                 self._refuse_parts(parameter, rule, group["rule"])
-                self.state[parameter] = _new_states(parameter, rule, group)
+                self.state[parameter] = _new_states(parameter, rule, group, self._names[parameter])
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -138,7 +140,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _pieces(self, group: dict[str, Any], rule: Rule, only: Tensor | None) -> Iterator[list[_Piece]]:
         """Lists of pieces that are updated together: one device, one dtype, at most a cacheful."""
-        kinds: dict[tuple[torch.device, torch.dtype], list[_Piece]] = {}
+        kinds: dict[tuple[Any, ...], list[_Piece]] = {}
         for parameter in group["params"]:
             if parameter.grad is None or (only is not None and parameter is not only):
                 continue
@@ -150,8 +152,9 @@ class Optimizer(torch.optim.Optimizer):
                 states={name: _local(value) for name, value in states.items() if name != "step"},
                 step=states["step"],
             )
-            kinds.setdefault((piece.weight.device, piece.weight.dtype), []).append(piece)
-        for (device, _), whole in kinds.items():
+            moments = frozenset(value.dtype for value in piece.states.values())
+            kinds.setdefault((piece.weight.device, piece.weight.dtype, moments), []).append(piece)
+        for (device, *_), whole in kinds.items():
             if not rule.elementwise:
                 yield from ([piece] for piece in whole)
                 continue
@@ -201,13 +204,18 @@ def _update(
 
     states: States = {}
     widened: list[tuple[list[Tensor], Tensor]] = []
+    eight: list[tuple[str, list[Tensor]]] = []
     for name in pieces[0].states:
-        if name != _REMAINDER:
-            states[name] = [piece.states[name] for piece in pieces]
-            if states[name][0].dtype != wide:
-                flat, wide_states = _copied(states[name], wide)
-                widened.append((states[name], flat))
-                states[name] = wide_states
+        if name == _REMAINDER or name.endswith(SCALE):
+            continue
+        states[name] = [piece.states[name] for piece in pieces]
+        if states[name][0].dtype == torch.uint8:
+            states[name] = [eight_bits.widened(p.states[name], p.states[name + SCALE], name) for p in pieces]
+            eight.append((name, states[name]))
+        elif states[name][0].dtype != wide:
+            flat, wide_states = _copied(states[name], wide)
+            widened.append((states[name], flat))
+            states[name] = wide_states
 
     rule.update(weights, gradients, states, [piece.step for piece in pieces], group)
 
@@ -215,6 +223,9 @@ def _update(
     # of a bf16 digit, so rounding to nearest would freeze it.
     for narrow_states, flat in widened:
         _round(flat, narrow_states, generator)
+    for name, moments in eight:
+        for piece, moment in zip(pieces, moments, strict=True):
+            eight_bits.narrowed(moment, piece.states[name], piece.states[name + SCALE], name)
     if narrow:
         if exact:
             high = _room(stored, torch.bfloat16)
@@ -274,19 +285,30 @@ def _parts(piece: _Piece, limit: int) -> Iterator[_Piece]:
         yield _Piece(
             weight.narrow(0, start, size),
             gradient.narrow(0, start, size),
-            {name: value.narrow(0, start, size) for name, value in states.items()},
+            {name: _part(name, value, start, size) for name, value in states.items()},
             piece.step,
         )
 
 
-def _new_states(parameter: Tensor, rule: Rule, group: dict[str, Any]) -> dict[str, Any]:
+def _part(name: str, state: Tensor, start: int, size: int) -> Tensor:
+    """Of a flat state what belongs to some elements; of scales those of their blocks, which pieces never cut."""
+    if name.endswith(SCALE):
+        return state.narrow(0, start // BLOCK, -(-size // BLOCK))
+    return state.narrow(0, start, size)
+
+
+def _new_states(parameter: Tensor, rule: Rule, group: dict[str, Any], full_name: str) -> dict[str, Any]:
     narrow = parameter.dtype == torch.bfloat16
     dtype = parameter.dtype
     if narrow:
         dtype = torch.bfloat16 if group["state_dtype"] == "bf16" else torch.float32
     states: dict[str, Any] = {"step": 0}
+    eight = group["state_dtype"] == "int8" and parameter.numel() >= SMALLEST and dtype != torch.float64
     for name, shape in rule.states(parameter.shape, group).items():
-        states[name] = _zeros(parameter, shape, dtype)
+        if eight:
+            states |= eight_bit_states(parameter, full_name, name)
+        else:
+            states[name] = _zeros(parameter, shape, dtype)
     if narrow and group["rounding"] == "remainder":
         states[_REMAINDER] = _zeros(parameter, parameter.shape, torch.int16)
     return states

@@ -11,6 +11,7 @@ from typing import Any
 
 from luthier.errors import ConfigError
 from luthier.hf.anatomy import describe
+from luthier.hf.kinds import crosses, reads_text_alone, sees
 from luthier.parallel import context, cuttable, expert, tensor
 from luthier.parallel.layout import Layout
 
@@ -21,6 +22,22 @@ REFUSALS: dict[str, Callable[[Any, int], str | None]] = {
     "ep": expert.refusal,
 }
 """Degree -> refusal(model, degree): the reason as a clause, or None. Data parallelism cuts any model."""
+
+
+_EYES = "what sees has no plan for it"
+
+
+def check_pictures(layout: Layout) -> None:
+    """Refuse a layout that rows with pictures cannot be cut for; which models' layouts can be, `check` says.
+
+    Raises:
+        ConfigError: with the nearest layout of as many ranks that works.
+    """
+    for name in REFUSALS:
+        if getattr(layout, name) > 1:
+            works = nearest(layout, lambda _, degree: _EYES if degree > 1 else None)
+            what = f"rows with images cannot run on {name} {getattr(layout, name)}: {_EYES}"
+            raise ConfigError(what, where=f"parallel.{name}", remedy=f"{works} would work")
 
 
 def check_in_backward(layout: Layout) -> None:
@@ -50,10 +67,19 @@ def check(model: Any, layout: Layout, stages_per_rank: int = 1) -> None:
         ConfigError: with the reason, and the nearest layout of as many ranks that works.
     """
 
+    seeing = sees(model.config)
+    if seeing and layout.ranks > 1 and crosses(model.config):
+        what = (
+            f"{type(model).__name__} cannot run on several ranks: text without images passes its layers over that see"
+        )
+        raise ConfigError(what, where="parallel", remedy="run one process")
+
     @cache
     def reason(name: str, degree: int) -> str | None:
         if degree == 1:
             return None
+        if seeing and not reads_text_alone(model.config):
+            return _EYES
         why = getattr(model, "refused_layouts", {}).get(name)  # by what is beside the weights
         if why is not None and (said := why(degree) if callable(why) else why):
             return str(said)

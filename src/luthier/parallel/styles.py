@@ -82,11 +82,11 @@ ADAPTER_PARTS = frozenset({"lora_A", "lora_B", "lora_magnitude_vector"})
 
 def lie_of_adapter(style: str | None, matrix: str) -> Lie:
     """How A, B and lengths beside a module of this style lie: the cut ones as the base, the others replicated."""
-    if style in COLWISE:
+    if style in COLWISE or style == "embedding_colwise":
         strided = style == "packed_colwise"
         up: Placement = _StridedShard(0, split_factor=2) if strided else Shard(0)
         return Lie(up) if matrix != "lora_A" else Lie(Replicate(), partial=True)
-    if style in ROWWISE:
+    if style in ROWWISE or style == "embedding_rowwise":
         return Lie(Shard(1)) if matrix == "lora_A" else Lie(Replicate(), partial=True)
     return Lie(Replicate())
 

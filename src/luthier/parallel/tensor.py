@@ -93,7 +93,7 @@ def shard(
             module._parameters[key] = made[id(parameter)]
             hands.parts.append((module, key, how))
         parent, _, leaf = name.rpartition(".")
-        if leaf == "lora_magnitude_vector" and styles.get(parent) in ROWWISE:
+        if leaf == "lora_magnitude_vector" and styles.get(parent) in ROWWISE | {"embedding_rowwise"}:
             cast(Any, module).total = functools.partial(total, ring=ring)  # each rank knows a part of every row
     head, layers = describe(model).head, set(describe(model).layers)
     for name, style in styles.items():

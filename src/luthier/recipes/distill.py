@@ -10,6 +10,7 @@ from luthier.config.teaching import DistillConfig
 from luthier.data.loader import StepBatch
 from luthier.engine.build import build_network
 from luthier.engine.distill import Distillation
+from luthier.engine.network import Network
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all
 from luthier.errors import ConfigError
@@ -19,6 +20,7 @@ from luthier.recipes.loop import finish, loop, update
 from luthier.recipes.run import Resume, Run, opened
 from luthier.recipes.setup import model_source
 from luthier.recipes.sft import measure
+from luthier.recipes.taught import Taught
 from luthier.report.progress import stage
 
 __all__ = ["measure", "take_step", "train"]
@@ -47,18 +49,37 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
     Raises:
         NonFiniteError: as of `update`.
     """
+    method = run.config.method
+    assert isinstance(method, DistillConfig)
     loss = run.once("distillation", lambda: distillation(run.config, run.state))
     share = 1 / batch.total_weight if batch.total_weight else 0.0
     microbatches = [microbatch.scaled(share) for microbatch in batch.microbatches]
+    if method.precompute:
+        taught = run.once("taught", lambda: Taught(run, method, lambda: teacher_of(run.config, run.state)))
+        microbatches = [taught.beside(microbatch) for microbatch in microbatches]
     outputs = forward_backward_all(run.state, microbatches, loss)
     return update(run, batch, outputs)
 
 
 def distillation(config: RunConfig, state: TrainState) -> Distillation:
-    """The loss of a config, its teacher loaded whole beside what trains.
+    """The loss of a config, its teacher loaded whole beside what trains unless it has been asked before."""
+    method = config.method
+    assert isinstance(method, DistillConfig)
+    return Distillation(
+        None if method.precompute else teacher_of(config, state),
+        kind=method.divergence,
+        beta=method.beta,
+        temperature=method.temperature,
+        cross_entropy=method.cross_entropy,
+        top_k=method.top_k,
+    )
+
+
+def teacher_of(config: RunConfig, state: TrainState) -> Network:
+    """The teacher, whole, in evaluation mode.
 
     Raises:
-        ConfigError: the teacher's head has other tokens.
+        ConfigError: its head has other tokens.
         ModelError: it cannot be read.
     """
     method = config.method
@@ -79,14 +100,7 @@ def distillation(config: RunConfig, state: TrainState) -> Distillation:
     if sizes[0] != sizes[1]:
         what = f"it gives logits of {sizes[1]:,} tokens, and the model of {sizes[0]:,}"
         raise ConfigError(what, where="method.teacher", remedy="take a teacher of the same vocabulary")
-    return Distillation(
-        teacher,
-        kind=method.divergence,
-        beta=method.beta,
-        temperature=method.temperature,
-        cross_entropy=method.cross_entropy,
-        top_k=method.top_k,
-    )
+    return teacher
 
 
 def require_same_vocabulary(config: RunConfig, method: DistillConfig) -> None:

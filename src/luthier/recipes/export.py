@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from luthier.adapters import Merging, save_peft
-from luthier.config import RunConfig
+from luthier.adapters import Merging, rounds_of, save_peft
+from luthier.config import LoraConfig, RunConfig
 from luthier.config.sections import SGDConfig
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, committed, read_record, reading
 from luthier.engine.state import TrainState
 from luthier.errors import CheckpointError, ConfigError
+from luthier.hf.classifier import as_classifier, padding_of
+from luthier.hf.processor import save_reader
 from luthier.hf.save import base_dtype, replacing, save_model
 from luthier.hf.together import rank_in, together
 from luthier.hf.tokenizer import stop_token_ids
@@ -80,20 +82,25 @@ def export_state(
         form = "adapter"  # there is no weight that it could be in
     if form == "adapter" and state.lora is None:
         raise ConfigError("this run trained no adapter", where="--adapter", remedy="leave it out for the whole model")
-    tokenizer = state.tokenizer
+    if form == "adapter" and own_base(config):
+        what = "adapter.init has quantised another base than the model's: its adapter fits no other"
+        raise ConfigError(what, where="--adapter", remedy="leave it out for the whole model")
+    tokenizer, model = state.tokenizer, state.model
+    if config.method.name == "reward":
+        model = as_classifier(model, padding_of(tokenizer))
     group = dist.group.WORLD if state.mesh is not None else None
     card = model_card(config, measured, form=form or "merge")
     if form == "adapter":
         with replacing(output, {}, group) as aside:
-            save_peft(state.model, aside, base_model=config.model, revision=config.revision, group=group)
+            save_peft(model, aside, base_model=config.model, revision=config.revision, group=group)
             with together(group):
                 if rank_in(group) == 0:
-                    tokenizer.save_pretrained(str(aside))
+                    save_reader(tokenizer, aside)
                     (aside / "README.md").write_text(card, encoding="utf-8")
         return {"export": str(output), "form": "adapter"}
-    merging = Merging(state.model)
+    merging = Merging(model)
     save_model(
-        state.model,
+        model,
         output,
         tokenizer=tokenizer,
         stop_tokens=stop_token_ids(tokenizer, state.model.generation_config, turn_ends),
@@ -108,6 +115,11 @@ def export_state(
         logger.info("%s", report)
         result["merged"] = str(report)
     return result
+
+
+def own_base(config: RunConfig) -> bool:
+    """Whether an adapter stands beside codes that are not those of the model's weights (`adapters.loftq`)."""
+    return isinstance(config.adapter, LoraConfig) and rounds_of(config.adapter.init) > 1
 
 
 def trainable_only(config: RunConfig) -> bool:

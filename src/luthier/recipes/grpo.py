@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from luthier.adapters.disabled import without_adapters
 from luthier.batch import Batch, Sample
 from luthier.config import RunConfig
 from luthier.config.reinforcement import GrpoConfig
 from luthier.data.loader import StepBatch, pack
 from luthier.data.packing import microbatches
 from luthier.engine.evaluate import Evaluation, logprobs_of
+from luthier.engine.initial import Initial
 from luthier.engine.state import TrainState
 from luthier.engine.step import ForwardBackward, LossFunction, forward_backward_all
 from luthier.hf.together import exchange
@@ -53,7 +53,7 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
     everyone = [group for part in exchange(groups, _world(run.state)) for group in part]
     told = described(everyone, method, list(rollouts.functions))
     state = replace(run.state, head=run.state.head.at(method.temperature))  # the distribution that was sampled from
-    batches = _with_logprobs(state, laid_out(groups, everyone, method, run), method)
+    batches = _with_logprobs(state, laid_out(groups, everyone, method, run), method, run.initial)
     taken = StepBatch(
         batches,
         batch.state,
@@ -146,7 +146,7 @@ def _laid(rows: Sequence[tuple[Sample, float, float]], dtype: torch.dtype) -> Ba
     )
 
 
-def _with_logprobs(state: TrainState, batches: list[Batch], method: GrpoConfig) -> list[Batch]:
+def _with_logprobs(state: TrainState, batches: list[Batch], method: GrpoConfig, initial: Initial | None) -> list[Batch]:
     """The same with the log-probabilities that the loss compares with, without dropout."""
     found: list[dict[str, torch.Tensor]] = [{} for _ in batches]
     training = state.model.training
@@ -156,7 +156,8 @@ def _with_logprobs(state: TrainState, batches: list[Batch], method: GrpoConfig) 
             for inputs, values in zip(found, logprobs_of(state, batches), strict=True):
                 inputs["sampled"] = values.cpu()
         if method.beta:
-            with without_adapters(state.model):
+            assert initial is not None
+            with initial.restored(state):
                 for inputs, values in zip(found, logprobs_of(state, batches), strict=True):
                     inputs["reference"] = values.cpu()
     finally:

@@ -17,13 +17,16 @@ from luthier.config.sections import AdamWConfig
 from luthier.config.suggest import nearest
 from luthier.data.loader import Rows, build_rows
 from luthier.data.packing import microbatches
+from luthier.data.pictures import show
 from luthier.engine.build import Precision, build_state, choose_device
 from luthier.engine.evaluate import Evaluation, batch_logprobs
 from luthier.engine.evaluate import evaluate as measure
 from luthier.engine.network import require_readable
 from luthier.engine.state import TrainState
 from luthier.errors import ConfigError
+from luthier.hf.processor import open_eyes
 from luthier.hf.save import base_dtype, save_model
+from luthier.hf.sight import sight_of
 from luthier.hf.source import resolve
 from luthier.hf.tokenizer import load_tokenizer
 from luthier.parallel.checkpointing import Policy
@@ -73,6 +76,7 @@ def load(
         seed=seed,
         activation_checkpointing=activation_checkpointing,
     )
+    open_eyes(source, tokenizer, trust_remote_code=trust_remote_code)
     state.tokenizer = tokenizer
     return state
 
@@ -104,8 +108,10 @@ def pack(samples: Sequence[Sample], sequence_length: int, state: TrainState) -> 
     """Samples as microbatches of at most `sequence_length` tokens, one sample each where the model mixes documents."""
     lengths = [len(sample) for sample in samples]
     longest = max(sequence_length, *lengths) if lengths else sequence_length
-    for rows in microbatches(lengths, longest, not state.packing_fault, 1)[0]:
-        yield Batch.pack([samples[row] for row in rows])
+    together = not state.packing_fault and not any(sample.pictures for sample in samples)
+    for rows in microbatches(lengths, longest, together, 1)[0]:
+        chosen = [samples[row] for row in rows]
+        yield show(chosen, Batch.pack(chosen), sight_of(state.tokenizer))
 
 
 def logprobs(state: TrainState, batch: Batch) -> torch.Tensor:

@@ -19,7 +19,7 @@ from luthier.engine.guards import bad_rows, first_bad_weight, non_finite_error
 from luthier.engine.step import ForwardBackward, optim_step, set_learning_rate
 from luthier.launch import STEP_TIMEOUT, GarbageCollection, any_rank, set_timeout, unhurried
 from luthier.optim.schedules import factor
-from luthier.recipes.export import export_state
+from luthier.recipes.export import export_state, own_base
 from luthier.recipes.run import Run, save
 from luthier.report.profile import Profiler
 from luthier.report.progress import stage
@@ -170,7 +170,8 @@ def finish(run: Run) -> dict[str, Any]:
         "data": run.data,
     }
     if run.interruption.signal is None:
-        form: Literal["merge", "adapter"] = "adapter" if run.state.lora is not None else "merge"
+        alone = run.state.lora is not None and not own_base(run.config)
+        form: Literal["merge", "adapter"] = "adapter" if alone else "merge"
         measured = {"loss": course.loss, "validation": course.validation}
         with stage("exporting"), unhurried():
             summary |= export_state(run.config, run.state, run.stop_ids, run.directory.export, form, measured)

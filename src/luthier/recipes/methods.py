@@ -28,6 +28,10 @@ def recipe_of(config: RunConfig) -> Recipe:
             from luthier.recipes import sft
 
             return sft
+        case "pretrain":
+            from luthier.recipes import pretrain
+
+            return pretrain
         case "dpo":
             from luthier.recipes import dpo
 
@@ -48,6 +52,10 @@ def recipe_of(config: RunConfig) -> Recipe:
             from luthier.recipes import grpo
 
             return grpo
+        case "reward":
+            from luthier.recipes import reward
+
+            return reward
         case "distill":
             from luthier.recipes import distill
 

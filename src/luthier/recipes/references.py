@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from luthier.adapters.disabled import without_adapters
 from luthier.batch import Batch, Sample
 from luthier.data.cache import cache_directory
 from luthier.data.loader import Rows, iterate_once, pack
@@ -51,6 +52,10 @@ class _Chosen:
     @property
     def lengths(self) -> np.ndarray:
         return self.rows.lengths[self.numbers]
+
+    @property
+    def sight(self) -> Any:
+        return self.rows.sight
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -195,6 +200,11 @@ def _reference_network(run: Run) -> Iterator[tuple[str, Callable[[], Network]]]:
             yield model_digest(network.model, group), lambda: network
             return
         name = str(run.of["model"])
+        if adapter is not None and adapter.start_from is None and (adapter.kind != "lora" or adapter.new_tokens):
+            # Prompts change a model before they have learnt anything, and one that is opened again lacks tokens' rows.
+            with without_adapters(state.model):
+                yield name + json.dumps(adapter.model_dump(mode="json"), sort_keys=True), lambda: state
+            return
         if adapter is not None and (adapter.kind != "lora" or adapter.start_from is not None):
             name += json.dumps(adapter.model_dump(mode="json"), sort_keys=True) + _files(adapter.start_from)
         if state.counters.step == 0:

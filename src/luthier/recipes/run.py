@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from luthier.config import RunConfig
+from luthier.config.reinforcement import GrpoConfig
 from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, StreamRows
 from luthier.engine import randomness
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, random_states, read_record, reading
@@ -25,7 +26,16 @@ from luthier.launch import join, restarted
 from luthier.parallel.mesh import Mesh
 from luthier.recipes.export import trainable_only
 from luthier.recipes.run_directory import Interruption, RunDirectory
-from luthier.recipes.setup import identity, meshed, prepare_process, rows_of, state_of, tokenizer_of
+from luthier.recipes.setup import (
+    identity,
+    meshed,
+    prepare_process,
+    require_pictures_fit,
+    rows_of,
+    state_of,
+    tokenizer_of,
+    unpackable,
+)
 from luthier.report.progress import stage
 from luthier.report.reporter import Reporter, run_log
 
@@ -155,6 +165,8 @@ def open_run(
     if held_out is not None and config.data.validation:
         for line in held_out.report.lines():
             logger.info("validation: %s", line)
+    if isinstance(rows, Rows) and rows.pictures:
+        require_pictures_fit(config, mesh)
     with stage("loading the model"):
         state = state_of(config, device, mesh)
     state.tokenizer = tokenizer
@@ -169,8 +181,8 @@ def open_run(
             where="data.sequence_length",
             remedy=f"set it to {positions} or less",
         )
-    if data.packing and state.packing_fault:
-        logger.warning("packing is off: %s", state.packing_fault)
+    if data.packing and (why := unpackable(state, rows)):
+        logger.warning("packing is off: %s", why)
         data = data.model_copy(update={"packing": False})
     ranks = {"rank": mesh.data_rank, "world_size": mesh.data_ranks} if mesh is not None else {}
     loader = Loader(rows, data, config.train, seed=config.seed, **ranks)
@@ -192,7 +204,7 @@ def open_run(
         rows=rows,
         interruption=interruption,
         total=loader.steps_total(),
-        initial=Initial(state) if getattr(config.method, "reference", None) == "base" else None,
+        initial=Initial(state) if _compares_with_start(config) else None,
     )
     if state.is_main:
         run.checkpoints.tidy()
@@ -211,6 +223,12 @@ def open_run(
             logger.warning("starting anew: the checkpoints in %s are removed", directory.checkpoints)
             run.checkpoints.clear()
     return run
+
+
+def _compares_with_start(config: RunConfig) -> bool:
+    """Whether every step asks the model as it was before the first one."""
+    method = config.method
+    return method.beta > 0 if isinstance(method, GrpoConfig) else getattr(method, "reference", None) == "base"
 
 
 def save(run: Run) -> None:

@@ -20,14 +20,17 @@ from luthier.data.loader import Rows, StreamRows, build_rows, iterate_once
 from luthier.engine.build import build_network, build_state, choose_device
 from luthier.engine.identity import model_digest
 from luthier.engine.network import Network
+from luthier.engine.pictures import picture_fault
 from luthier.engine.randomness import seed_everything
 from luthier.engine.state import TrainState
-from luthier.errors import ModelError
+from luthier.errors import ConfigError, ModelError
+from luthier.hf.processor import open_eyes
 from luthier.hf.source import ModelSource, resolve
 from luthier.hf.tokenizer import load_tokenizer
 from luthier.launch import FIRST_STEP_TIMEOUT, set_timeout
 from luthier.parallel.layout import Layout
 from luthier.parallel.mesh import Mesh
+from luthier.parallel.rules import check_pictures
 from luthier.report.progress import TERMINAL, stage
 
 
@@ -60,12 +63,10 @@ def tokenizer_of(config: RunConfig, adapter: Path | None = None) -> Any:
 
 
 def _tokenizers(config: RunConfig) -> tuple[Any, NewTokens | None]:
-    tokenizer = load_tokenizer(
-        model_source(config),
-        tokenizer=config.tokenizer,
-        chat_template=config.data.chat_template,
-        trust_remote_code=config.trust_remote_code,
-    )
+    source, trust = model_source(config), config.trust_remote_code
+    template = config.data.chat_template
+    tokenizer = load_tokenizer(source, tokenizer=config.tokenizer, chat_template=template, trust_remote_code=trust)
+    open_eyes(source, tokenizer, trust_remote_code=trust)
     named = config.adapter.new_tokens if isinstance(config.adapter, LoraConfig) else []
     return tokenizer, add_tokens(tokenizer, named) if named else None
 
@@ -133,16 +134,21 @@ def state_of(config: RunConfig, device: torch.device, mesh: Mesh | None = None) 
         mesh=mesh,
         parallel=config.parallel,
         moe=config.moe,
+        score=config.method.name == "reward",
     )
 
 
 def inference_network(
     config: RunConfig, device: torch.device, adapter: Path | None, mesh: Mesh | None = None
 ) -> Network:
-    """A config's model without what its training would add, or with the adapters of a directory of PEFT files."""
+    """A config's model without what its training would add, or with the adapters of a directory of PEFT files, beside a
+    base that is quantised as the config says."""
+    found = adapter_of_files(adapter) if adapter is not None else None
+    if isinstance(found, LoraConfig) and isinstance(config.adapter, LoraConfig):
+        found = found.model_copy(update=config.adapter.model_dump(include={"quantize", "double_quantize"}))
     network = build_network(
         model_source(config),
-        adapter=adapter_of_files(adapter) if adapter is not None else None,
+        adapter=found,
         precision=config.train.precision,
         device=device,
         attention=config.train.attention,
@@ -166,8 +172,30 @@ def held_out_batches(network: Network, rows: Rows, config: RunConfig) -> Iterato
         config.data.sequence_length,
         rank=mesh.data_rank if mesh is not None else 0,
         world_size=mesh.data_ranks if mesh is not None else 1,
-        packing=config.data.packing and not network.packing_fault,
+        packing=config.data.packing and not unpackable(network, rows),
     )
+
+
+def require_pictures_fit(config: RunConfig, mesh: Mesh | None) -> None:
+    """Refuse what rows with images cannot be trained with, before weights are read.
+
+    Raises:
+        ConfigError: a layout that cuts rows or layers, or an adapter that lengthens rows; it is named.
+    """
+    if mesh is not None:
+        check_pictures(mesh.layout)
+    if config.adapter is not None and not isinstance(config.adapter, LoraConfig):
+        what = f"adapter {config.adapter.kind} moves tokens from where rows have their images"
+        raise ConfigError(what, where="adapter.kind", remedy="use lora, or leave the adapter out")
+
+
+def unpackable(network: Network, rows: Rows | StreamRows) -> str:
+    """Why rows cannot stand in one microbatch, as a clause; empty where they can."""
+    if not rows.pictures or rows.sight is None or network.packing_fault:
+        return network.packing_fault
+    if network.picture_fault is None:
+        network.picture_fault = picture_fault(network, rows.sight)
+    return network.picture_fault
 
 
 def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:

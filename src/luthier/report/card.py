@@ -27,7 +27,7 @@ def model_card(config: RunConfig, measured: Mapping[str, Any], *, form: Literal[
     if _HUB_ID.fullmatch(config.model):
         header += [f"base_model: {config.model}"]
     header += [
-        "pipeline_tag: text-generation",
+        f"pipeline_tag: {'text-classification' if config.method.name == 'reward' else 'text-generation'}",
         "tags:",
         "- luthier",
         *([f"- {config.adapter.kind}"] if config.adapter else []),
@@ -151,7 +151,11 @@ def _usage(config: RunConfig, form: str) -> str:
             'model = AutoModelForCausalLM.from_pretrained("DIRECTORY", dtype="auto")',
             'tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")',
         ]
-    return "```python\n" + "\n".join(lines) + "\n```"
+    text = "\n".join(lines)
+    if config.method.name == "reward":
+        text = text.replace("ForCausalLM", "ForSequenceClassification")
+        text = text.replace('"DIRECTORY")', '"DIRECTORY", num_labels=1)', 1) if form == "adapter" else text
+    return f"```python\n{text}\n```"
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

@@ -20,7 +20,8 @@ from luthier.data.formats.messages import (
 )
 from luthier.data.mask import Masker
 from luthier.data.report import BadRow
-from luthier.hf.render import Encoder, Tokenizer
+from luthier.hf.render import Tokenizer
+from luthier.hf.sight import encoder_of
 
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
 
@@ -70,7 +71,7 @@ class Conversations:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._masker = Masker(Encoder(tokenizer))
+        self._masker = Masker(encoder_of(tokenizer))
         self.stop_ids: set[int] = set(self._masker.stops)
         self.remarks: Counter[str] = Counter()
 

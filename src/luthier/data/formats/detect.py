@@ -30,7 +30,7 @@ FORMATS: dict[str, Callable[[Tokenizer, SourceConfig], Format]] = {
     "prompt": PromptFormat,
 }
 _OPTIONS = {
-    "text": ("rows",),
+    "text": ("rows", "eos"),
     "instruct": ("rows", "template"),
     "chat": ("rows",),
     "preference": ("rows", "template"),

@@ -11,7 +11,8 @@ from luthier.data.formats.chat import Conversations, with_system
 from luthier.data.formats.messages import message_weights, read_messages, read_tools
 from luthier.data.report import BadRow
 from luthier.errors import ConfigError
-from luthier.hf.render import Encoder, Tokenizer
+from luthier.hf.render import Tokenizer
+from luthier.hf.sight import encoder_of
 from luthier.hf.tokenizer import chat_template_of
 
 FIELDS = ("instruction", "input", "output", "prompt", "completion", "system")
@@ -47,7 +48,7 @@ class InstructFormat:
             raise ConfigError(f"{template!r} is neither chat nor plain", where="data.*.options.template")
         self._template = template
         self._tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer)
+        self._encoder = encoder_of(tokenizer)
         self._source = source
         self._turns: Conversations | None = None
         self.remarks: Counter[str] = Counter()

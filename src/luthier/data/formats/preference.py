@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -66,7 +67,8 @@ class _Compared:
 
 
 class PreferenceFormat(_Compared):
-    """Rows of `chosen` and `rejected`, and `prompt` unless both begin with it: text, or messages."""
+    """Rows of `chosen` and `rejected`, and `prompt` unless both begin with it: text, or messages. A number `margin`, by
+    how much the first is better, goes with them."""
 
     fields = ("prompt", "chosen", "rejected", "system")
 
@@ -76,7 +78,9 @@ class PreferenceFormat(_Compared):
         if better is None or worse is None:
             return None
         prompt, (better, worse) = without_prompt(self._prompt(row), [better, worse])
-        return self._pair(prompt, better, worse, row)
+        made = self._pair(prompt, better, worse, row)
+        margin = row.get("margin")
+        return made if made is None or margin is None else replace(made, meta={**made.meta, "margin": margin})
 
 
 class RankedFormat(_Compared):

@@ -88,6 +88,8 @@ def _source(source: SourceConfig, at: str) -> Iterator[ConfigError]:
         yield _refusal(f"{at}.format", f"{source.format} is Luthier's own", f"use {', '.join(FORMATS)}, or {_OWN}")
     if source.kind is not None:
         yield _refusal(f"{at}.kind", "files of a directory are chosen by datasets itself", "name the files by a glob")
+    if source.image_column is not None or source.image_root is not None:
+        yield _refusal(f"{at}.image_column", "rows with images are not handed to SFTTrainer", _OWN)
     if source.weight is not None:
         yield _refusal(f"{at}.weight", "SFTTrainer takes all rows of all sources", _OWN)
 
@@ -97,8 +99,8 @@ def _adapter(adapter: LoraConfig) -> Iterator[ConfigError]:
     for name in names:
         if name in ("unembed", "lm_head"):
             yield _refusal("adapter.target", "SFTTrainer trains no adapter on the output layer", "leave unembed out")
-        elif name == "experts":
-            yield _refusal("adapter.target", "PEFT knows no role experts", "name the modules")
+        elif name in ("experts", "embed"):
+            yield _refusal("adapter.target", f"PEFT knows no role {name}", "name the modules")
         elif not _NAME.fullmatch(name) and len(adapter.target) > 1:
             yield _refusal("adapter.target", f"PEFT takes a pattern ({name}) only by itself", "use one pattern for all")
     if adapter.init not in ("default", "gaussian", "orthogonal"):
@@ -123,6 +125,7 @@ _Allowed = tuple[Any, ...] | Callable[[Any], bool]
 
 _FIELDS: list[tuple[str, _Allowed, str, str]] = [
     ("tokenizer", (None,), "SFTTrainer takes the model's own tokenizer", "put another one's files beside the model"),
+    ("method.name", ("sft",), "SFTTrainer knows no other method", _OWN),
     ("from_scratch", (False,), "SFTTrainer begins with pretrained weights", _OWN),
     ("data.train", lambda value: value is not None, "is missing", "name the rows"),
     ("data.validation_fraction", (None,), "other rows would be held out", "name validation rows"),
@@ -145,6 +148,8 @@ _FIELDS: list[tuple[str, _Allowed, str, str]] = [
         "SFTTrainer has no such optimizer",
         "use adamw, sgd or adafactor",
     ),
+    ("optimizer.in_backward", (False,), "SFTTrainer takes its steps after the backward pass", _OWN),
+    ("optimizer.state_dtype", (None, "fp32"), "moments are in the weights' dtype here", _OWN),
     ("schedule.name", ("constant", "linear", "cosine", "wsd"), "SFTTrainer has no such one", "use wsd or cosine"),
     (
         "schedule",

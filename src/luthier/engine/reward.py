@@ -1,0 +1,62 @@
+"""Scores of texts, and the loss of pairs of them: each text's last position goes through the model's score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from luthier.batch import Batch
+from luthier.engine.hidden import HiddenLoss
+from luthier.engine.network import Network, counted
+from luthier.engine.state import TrainState
+from luthier.hf.forward import hidden_states
+from luthier.losses.reward import bradley_terry
+from luthier.parallel.fsdp import within
+
+
+@dataclass(frozen=True)
+class Ranking(HiddenLoss):
+    """Bradley and Terry's loss of microbatches whose documents are pairs, the preferred text first. Every document has
+    one position of weight not 0, which is its pair's share, and the batch a `margin` for each document.
+
+    Attributes:
+        center: weight of the square of a pair's sum.
+    """
+
+    center: float = 0.0
+
+    def score(
+        self, state: TrainState, hidden: torch.Tensor, row: Batch, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `HiddenLoss`; the numbers are the scores, at the positions that they are of."""
+        chosen = counted(row)
+        found = _scores(state, hidden, chosen)
+        values = found.new_zeros(batch.tokens)
+        if chosen.numel() == 0:  # whoever shares weights has to take part
+            return 0.0 * _scores(state, hidden, chosen.new_zeros(1)).sum(), values
+        pairs, margins = found.view(-1, 2), batch.inputs["margin"].view(-1, 2)[:, 0]
+        weights = row.weights[0, chosen].view(-1, 2)[:, 0]
+        loss = bradley_terry(pairs[:, 0], pairs[:, 1], weights, margins.to(found.dtype), self.center)
+        return loss, values.index_put((chosen,), found)
+
+
+@torch.no_grad()
+def scores_of(network: Network, batches: Sequence[Batch]) -> list[torch.Tensor]:
+    """The scores [documents] of microbatches as `Ranking` takes them; all ranks call it."""
+
+    def scored(batch: Batch) -> torch.Tensor:
+        here = batch.to(network.device)
+        chosen = counted(here)
+        found = _scores(network, hidden_states(network.model, here), chosen if chosen.numel() else chosen.new_zeros(1))
+        return found[: chosen.numel()]
+
+    return [within(network.model, scored, batch) for batch in batches]
+
+
+def _scores(network: Network, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[n] of the hidden states [positions, hidden] at n places, in fp32, or float64 for a float64 model."""
+    score = network.model.score
+    found: torch.Tensor = score(hidden[places].to(score.weight.dtype)).squeeze(-1)
+    return found.to(network.head.dtype)
