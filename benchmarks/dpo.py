@@ -142,10 +142,11 @@ def theirs(data: list[dict[str, str]], scratch: Path, precision: str, method: st
         )
     batches = iter(trainer.get_train_dataloader())
     trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = 1  # what its own loop would set
 
     def step() -> float:
         trainer.model.train()
-        loss = trainer.training_step(trainer.model, next(batches), torch.tensor(1))
+        loss = trainer.training_step(trainer.model, next(batches))
         torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
