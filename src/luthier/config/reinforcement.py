@@ -85,6 +85,8 @@ class GrpoConfig(Method):
         data = run.data
         if data.validation is not None or data.validation_fraction is not None:
             raise ValueError("grpo measures its reward at every step, and nothing on held-out rows; leave those out")
+        if run.evaluation.every is not None or run.evaluation.early_stopping is not None:
+            raise ValueError("grpo has no validation loss; leave evaluation.every and early_stopping out")
         shared = [name for name in ("tp", "cp", "pp", "ep") if getattr(run.parallel, name) != 1]
         if shared:
             raise ValueError(

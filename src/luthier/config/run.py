@@ -108,7 +108,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _rows_are_what_the_method_needs(self) -> RunConfig:
+        self.data = self.data.model_copy(deep=True)  # what it is made of may be another config's too
         set_kind(self.data, self.method.rows)
+        if self.data.streaming and self.method.name == "kto":
+            raise ValueError("kto compares with earlier rows, which a stream has let go; set data.streaming: false")
+        compares = self.method.name == "grpo" or getattr(self.method, "reference", None) == "base"
+        if self.moe.bias_update_rate is not None and compares:
+            raise ValueError(f"moe.bias_update_rate moves what {self.method.name} samples from or compares with")
         if self.data.streaming and getattr(self.method, "reference", "base") != "base":
             raise ValueError("data.streaming needs method.reference: base, since rows that stream have no numbers")
         if isinstance(self.method, Method):

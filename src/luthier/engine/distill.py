@@ -14,7 +14,7 @@ import torch
 
 from luthier.batch import Batch
 from luthier.engine.hidden import HiddenLoss
-from luthier.engine.network import Network, counted, held, summed, whole
+from luthier.engine.network import Network, counted, held, require_readable, summed, whole
 from luthier.engine.state import TrainState
 from luthier.hf.forward import hidden_states
 from luthier.hf.head import head_logits
@@ -51,6 +51,7 @@ def likeliest(teacher: Network, batch: Batch, top_k: int, temperature: float) ->
     Returns:
         int64 and float [T, top_k].
     """
+    require_readable(teacher, batch)
     here = batch.padded(teacher.row_multiple).to(teacher.device)
     hidden, chosen = hidden_states(teacher.model, here), counted(here)
     ids = torch.zeros(batch.tokens, top_k, dtype=torch.int64, device=teacher.device)
@@ -91,7 +92,8 @@ class Distillation(HiddenLoss):
         if chosen.numel() == 0:
             chosen = chosen.new_zeros(1)
         targets = row.targets[0, chosen].clamp(min=0)
-        places = self._places(state, batch)[chosen]
+        # a position that only takes part may lie in the padding, of which nobody says anything
+        places = self._places(state, batch)[chosen].clamp(0, batch.tokens - 1)
         said = self._said(state, batch, places)
         loss, found = state.head.scored(hidden[chosen], row.weights[0, chosen], self._score(state, said, targets))
         values = found.new_zeros(row.tokens).index_put((chosen,), found)
@@ -102,6 +104,7 @@ class Distillation(HiddenLoss):
         if self.teacher is None:
             ids, logprobs = (batch.inputs[name][places] for name in ("teacher_ids", "teacher_logprobs"))
             return lambda some: (ids[some].long(), logprobs[some])
+        require_readable(self.teacher, batch)
         model = self.teacher.model
         with torch.no_grad():
             hidden = hidden_states(model, batch.padded(state.row_multiple).to(self.teacher.device))[places]

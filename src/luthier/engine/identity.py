@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 import torch
@@ -14,6 +15,22 @@ from luthier.hf.gather import blocks, coordinate_of, local_part, reshard
 from luthier.hf.together import Group, exchange, tell
 
 _SAMPLED = 64
+
+
+_NAMES = ("_name_or_path", "architectures", "dtype", "tie_word_embeddings", "torch_dtype", "transformers_version")
+"""Keys of a config that do not change what the weights compute; ties are seen in the weights."""
+
+
+def config_digest(model: Any) -> str:
+    """Hash of what a model's config says of its arithmetic: rotary frequencies, windows, caps; 16 hex digits."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(one) for key, one in value.items() if key not in _NAMES}
+        return value
+
+    text = json.dumps(plain(model.config.to_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from luthier.hf.forward import hidden_states, masks_itself
 from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.rotary import depends_on_length
 from luthier.hf.small import kind_of, make_small
-from luthier.hf.virtual import virtual_of
+from luthier.hf.virtual import has_virtual
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ def _fault(network: Network) -> str:
         return "under context parallelism each rank holds a part of the row"
     if network.balance is not None:
         return "the load of experts is counted by tokens, and a shared one would count once"
-    if virtual_of(model) is not None:
+    if has_virtual(model):
         return "what is learned in the place of text stands before every document"
     if network.packing_fault:
         return f"{name} cannot hold several documents in a row: {network.packing_fault}"

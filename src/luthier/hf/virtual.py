@@ -60,6 +60,11 @@ def virtual_of(model: nn.Module) -> Virtual | None:
     return found if found is not None and found.on else None
 
 
+def has_virtual(model: nn.Module) -> bool:
+    """Whether a model has something before its documents, on or not."""
+    return _ATTRIBUTE in vars(model)
+
+
 def set_virtual(model: nn.Module, virtual: Virtual | None) -> None:
     """Let a model have something before its documents, or nothing any more."""
     vars(model).pop(_ATTRIBUTE, None)

@@ -108,6 +108,10 @@ def simpo(
     return _smoothed(beta * (chosen - rejected) - gamma, label_smoothing)
 
 
+_NEVER_CERTAIN = -1e-7
+"""Odds of an answer that is certain, to the last bit of fp32, would be infinite."""
+
+
 def odds_ratio(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     """The part of ORPO that compares (Hong et al. 2024, equation 7, https://arxiv.org/abs/2403.07691).
 
@@ -120,6 +124,7 @@ def odds_ratio(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     Returns:
         [pairs].
     """
+    chosen, rejected = (values.clamp(max=_NEVER_CERTAIN) for values in (chosen, rejected))
     return -F.logsigmoid((chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected)))
 
 

@@ -15,10 +15,9 @@ from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all
 from luthier.errors import ConfigError
 from luthier.hf.source import ModelSource, resolve
-from luthier.hf.tokenizer import load_tokenizer
 from luthier.recipes.loop import finish, loop, update
 from luthier.recipes.run import Resume, Run, opened
-from luthier.recipes.setup import model_source
+from luthier.recipes.setup import require_same_tokens
 from luthier.recipes.sft import measure
 from luthier.recipes.taught import Taught
 from luthier.report.progress import stage
@@ -34,7 +33,7 @@ def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:
         ConfigError: the teacher has another vocabulary.
     """
     assert isinstance(config.method, DistillConfig)
-    require_same_vocabulary(config, config.method)
+    require_same_tokens(config.method.teacher, _source(config.method), config, "method.teacher")
     with opened(config, resume) as run:
         loop(run, take_step, measure)
         return finish(run)
@@ -100,32 +99,10 @@ def teacher_of(config: RunConfig, state: TrainState) -> Network:
     if sizes[0] != sizes[1]:
         what = f"it gives logits of {sizes[1]:,} tokens, and the model of {sizes[0]:,}"
         raise ConfigError(what, where="method.teacher", remedy="take a teacher of the same vocabulary")
+    if teacher.packing_fault and config.data.packing and not method.precompute:
+        what = f"the teacher cannot read several documents in a row: {teacher.packing_fault}"
+        raise ConfigError(what, where="data.packing", remedy="set it to false, or method.precompute: true")
     return teacher
-
-
-def require_same_vocabulary(config: RunConfig, method: DistillConfig) -> None:
-    """Refuse a teacher whose tokens mean something else, before any weights are read.
-
-    Raises:
-        ConfigError: names the first token that differs.
-    """
-    own = load_tokenizer(
-        model_source(config), tokenizer=config.tokenizer, trust_remote_code=config.trust_remote_code
-    ).get_vocab()
-    others = load_tokenizer(_source(method), trust_remote_code=config.trust_remote_code).get_vocab()
-    if own == others:
-        return
-    differing = sorted((own.get(token, others.get(token, 0)), token) for token in own.keys() | others.keys())
-    token = next(token for _, token in differing if own.get(token) != others.get(token))
-    told = [
-        f"has {token!r} at {place}" if place is not None else f"has no {token!r}"
-        for place in (others.get(token), own.get(token))
-    ]
-    raise ConfigError(
-        f"its vocabulary is another: it {told[0]}, and the model {told[1]}",
-        where="method.teacher",
-        remedy="take a teacher of the same tokenizer",
-    )
 
 
 def _source(method: DistillConfig) -> ModelSource:

@@ -142,6 +142,9 @@ def _asked(
     config: RunConfig, wanted: Wanted, metrics: Mapping[str, Metric], network: Network, tokenizer: Any, rows: Rows
 ) -> dict[str, Any]:
     """Metric -> mean of the answers to the rows; side by side, of both models."""
+    if rows.pictures:
+        what = "answers to rows with images are not generated"
+        raise ConfigError(what, where="--metrics", remedy="measure the loss alone")
     questions = questions_of(rows, tokenizer)
     how: dict[str, Any] = {"config": config.generation, "seed": config.seed}
     tuned = answers_to(network.model, tokenizer, questions, title="answering", **how)
@@ -149,8 +152,17 @@ def _asked(
     means: dict[str, Any] = {name: _mean(values) for name, values in scores["tuned"].items()}
     if wanted.side_by_side is None:
         return {"rows": len(questions), **means}
-    other = config if wanted.base is None else config.model_copy(update={"model": wanted.base, "revision": None})
+    other = (
+        config
+        if wanted.base is None
+        else config.model_copy(update={"model": wanted.base, "revision": None, "tokenizer": None})
+    )
     others = tokenizer_of(other)
+    if wanted.base is not None:
+        own = tokenizer.get_vocab()
+        if any(own.get(token) != place for token, place in others.get_vocab().items()):
+            remedy = "name a model of the same tokenizer"
+            raise ConfigError(f"{wanted.base} has other tokens than {config.model}", where="--base", remedy=remedy)
     base_model = inference_network(other, network.device, None).model
     base = answers_to(base_model, others, questions, title="answering without the training", **how)
     scores["base"] = measured(metrics, questions, base)

@@ -19,18 +19,21 @@ from luthier.config.reinforcement import GrpoConfig
 from luthier.data.loader import StepBatch, pack
 from luthier.data.packing import microbatches
 from luthier.engine.evaluate import Evaluation, logprobs_of
-from luthier.engine.initial import Initial
 from luthier.engine.state import TrainState
 from luthier.engine.step import ForwardBackward, LossFunction, forward_backward_all
 from luthier.hf.together import exchange
 from luthier.losses import grpo as losses
 from luthier.recipes.loop import finish, loop, update
+from luthier.recipes.references import as_before
+from luthier.recipes.rewards import load_rewards
 from luthier.recipes.rollout import Group, Rollouts
 from luthier.recipes.run import Resume, Run, opened
 
 
 def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:
     """Run a config to its end, or go on with it; as `sft.train`."""
+    assert isinstance(config.method, GrpoConfig)
+    load_rewards(config.method.rewards)  # what cannot be imported is refused before anything is loaded
     with opened(config, resume) as run:
         loop(run, take_step, measure)
         return finish(run)
@@ -53,7 +56,7 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
     everyone = [group for part in exchange(groups, _world(run.state)) for group in part]
     told = described(everyone, method, list(rollouts.functions))
     state = replace(run.state, head=run.state.head.at(method.temperature))  # the distribution that was sampled from
-    batches = _with_logprobs(state, laid_out(groups, everyone, method, run), method, run.initial)
+    batches = _with_logprobs(state, laid_out(groups, everyone, method, run), method, run)
     taken = StepBatch(
         batches,
         batch.state,
@@ -146,7 +149,7 @@ def _laid(rows: Sequence[tuple[Sample, float, float]], dtype: torch.dtype) -> Ba
     )
 
 
-def _with_logprobs(state: TrainState, batches: list[Batch], method: GrpoConfig, initial: Initial | None) -> list[Batch]:
+def _with_logprobs(state: TrainState, batches: list[Batch], method: GrpoConfig, run: Run) -> list[Batch]:
     """The same with the log-probabilities that the loss compares with, without dropout."""
     found: list[dict[str, torch.Tensor]] = [{} for _ in batches]
     training = state.model.training
@@ -156,8 +159,7 @@ def _with_logprobs(state: TrainState, batches: list[Batch], method: GrpoConfig, 
             for inputs, values in zip(found, logprobs_of(state, batches), strict=True):
                 inputs["sampled"] = values.cpu()
         if method.beta:
-            assert initial is not None
-            with initial.restored(state):
+            with as_before(run):
                 for inputs, values in zip(found, logprobs_of(state, batches), strict=True):
                     inputs["reference"] = values.cpu()
     finally:

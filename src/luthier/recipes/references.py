@@ -11,7 +11,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -23,16 +23,17 @@ import torch.distributed as dist
 
 from luthier.adapters.disabled import without_adapters
 from luthier.batch import Batch, Sample
+from luthier.config import AdapterConfig
 from luthier.data.cache import cache_directory
 from luthier.data.loader import Rows, iterate_once, pack
 from luthier.engine import randomness
 from luthier.engine.evaluate import logprobs_of
-from luthier.engine.identity import model_digest
+from luthier.engine.identity import config_digest, model_digest
 from luthier.engine.network import Network
 from luthier.hf.together import tell
 from luthier.losses.preference import document_sums
 from luthier.recipes.run import Run
-from luthier.recipes.setup import inference_network
+from luthier.recipes.setup import inference_network, model_source, require_same_tokens
 from luthier.report.progress import stage
 
 logger = logging.getLogger(__name__)
@@ -195,13 +196,13 @@ def _reference_network(run: Run) -> Iterator[tuple[str, Callable[[], Network]]]:
     try:
         if asked not in ("precomputed", "base"):
             other = config.model_copy(update={"model": asked, "revision": None, "adapter": None, "from_scratch": False})
+            require_same_tokens(asked, model_source(other), config, "method.reference")
             network = inference_network(other, state.device, None, state.mesh)
             group = dist.group.WORLD if state.mesh is not None else None
-            yield model_digest(network.model, group), lambda: network
+            yield model_digest(network.model, group) + config_digest(network.outline), lambda: network
             return
-        name = str(run.of["model"])
-        if adapter is not None and adapter.start_from is None and (adapter.kind != "lora" or adapter.new_tokens):
-            # Prompts change a model before they have learnt anything, and one that is opened again lacks tokens' rows.
+        name = str(run.of["model"]) + config_digest(state.outline)
+        if adapter is not None and _is_switched_off(adapter):
             with without_adapters(state.model):
                 yield name + json.dumps(adapter.model_dump(mode="json"), sort_keys=True), lambda: state
             return
@@ -214,6 +215,27 @@ def _reference_network(run: Run) -> Iterator[tuple[str, Callable[[], Network]]]:
         yield name, lambda: inference_network(config, state.device, begin, state.mesh)
     finally:
         randomness.restore(drawn)
+
+
+def _is_switched_off(adapter: AdapterConfig) -> bool:
+    """Whether the reference is the model at hand without its adapter: prompts change a model before they have learnt
+    anything, and one that is opened again lacks tokens' rows, or the rounding of a quantised base."""
+    if adapter.start_from is not None:
+        return False
+    return adapter.kind != "lora" or bool(adapter.new_tokens) or adapter.quantize is not None
+
+
+@contextmanager
+def as_before(run: Run) -> Iterator[None]:
+    """Within, the model of a run is what it was before its first step, or its base where prompts are learned."""
+    assert run.initial is not None
+    adapter = run.config.adapter
+    with ExitStack() as stack:
+        if adapter is not None and adapter.kind != "lora" and adapter.start_from is None:
+            stack.enter_context(without_adapters(run.state.model))
+        else:
+            stack.enter_context(run.initial.restored(run.state))
+        yield
 
 
 def _files(directory: str | None) -> str:
@@ -256,7 +278,7 @@ def with_reference(run: Run, batches: Sequence[Batch]) -> list[Batch]:
         state = run.state
         was_training = state.model.training
         state.model.eval()
-        with run.initial.restored(state):
+        with as_before(run):
             told = logprobs(state, batches, shares_prompts(run))
         state.model.train(was_training)
         sums = [
@@ -306,7 +328,7 @@ def held_out_reference(run: Run) -> np.ndarray:
     if run.held_out_reference is None:
         numbers = np.arange(len(rows))
         if run.initial is not None:
-            with run.initial.restored(run.state):
+            with as_before(run):
                 run.held_out_reference = held_out_sums(run)[0]
         else:
             run.held_out_reference = references(run, rows, numbers)

@@ -19,7 +19,7 @@ from luthier.engine.build import build_network
 from luthier.engine.state import TrainState
 from luthier.recipes.generate import stops_of
 from luthier.recipes.rewards import call_reward, load_rewards
-from luthier.recipes.setup import model_source
+from luthier.recipes.setup import model_source, new_tokens_of
 from luthier.sampling.engine import SLOTS, SamplingEngine
 from luthier.sampling.request import SamplingRequest, SamplingResult
 
@@ -170,6 +170,7 @@ def _sampled_model(config: RunConfig, state: TrainState) -> tuple[Any, Callable[
     copy = build_network(
         model_source(config),
         adapter=config.adapter,
+        tokens=new_tokens_of(config),
         precision=config.train.precision,
         device=state.device,
         attention=config.train.attention,

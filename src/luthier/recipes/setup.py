@@ -71,6 +71,41 @@ def _tokenizers(config: RunConfig) -> tuple[Any, NewTokens | None]:
     return tokenizer, add_tokens(tokenizer, named) if named else None
 
 
+def new_tokens_of(config: RunConfig) -> NewTokens | None:
+    """What the tokenizer makes of `adapter.new_tokens`; None where there are none."""
+    asked = isinstance(config.adapter, LoraConfig) and config.adapter.new_tokens
+    return _tokenizers(config)[1] if asked else None
+
+
+def require_same_tokens(name: str, source: ModelSource, config: RunConfig, where: str) -> None:
+    """Refuse a second model whose tokens mean something else, before its weights are read.
+
+    Args:
+        name: of the second model.
+        source: where it is.
+        config: of the run.
+        where: what names it.
+
+    Raises:
+        ConfigError: names the first token that differs.
+    """
+    own = tokenizer_of(config).get_vocab()
+    others = load_tokenizer(source, trust_remote_code=config.trust_remote_code).get_vocab()
+    if own == others:
+        return
+    differing = sorted((own.get(token, others.get(token, 0)), token) for token in own.keys() | others.keys())
+    token = next(token for _, token in differing if own.get(token) != others.get(token))
+    told = [
+        f"has {token!r} at {place}" if place is not None else f"has no {token!r}"
+        for place in (others.get(token), own.get(token))
+    ]
+    raise ConfigError(
+        f"the vocabulary of {name} is another: it {told[0]}, and the model {told[1]}",
+        where=where,
+        remedy="take a model of the same tokenizer",
+    )
+
+
 def rows_of(config: RunConfig, tokenizer: Any) -> tuple[Rows | StreamRows, Rows | None]:
     """Training rows and, where the config names any, validation rows.
 
@@ -128,7 +163,7 @@ def state_of(config: RunConfig, device: torch.device, mesh: Mesh | None = None) 
         from_scratch=config.from_scratch,
         trust_remote_code=config.trust_remote_code,
         seed=config.seed,
-        tokens=_tokenizers(config)[1] if isinstance(config.adapter, LoraConfig) and config.adapter.new_tokens else None,
+        tokens=new_tokens_of(config),
         activation_checkpointing=config.train.activation_checkpointing,
         compile_layers=config.train.compile,
         mesh=mesh,

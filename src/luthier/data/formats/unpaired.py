@@ -97,7 +97,7 @@ class PromptFormat:
         ids = np.array(self._answers.prompt_ids(found, row), np.int64)
         if not len(ids):
             return None
-        kept = {"prompt": found, **{key: value for key, value in row.items() if key != name}}
+        kept = {**{key: value for key, value in row.items() if key != name}, "prompt": found}
         try:
             json.dumps(kept, allow_nan=False)
         except (TypeError, ValueError) as error:
