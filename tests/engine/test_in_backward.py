@@ -16,6 +16,8 @@ from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all, optim_step, set_learning_rate
 from luthier.errors import ConfigError, NonFiniteError
 from luthier.hf.source import resolve
+from luthier.optim.in_backward import InBackward
+from luthier.parallel.norm import square
 from tests.estimate.watch import Watch
 from tests.oracles.rows import documents
 from tests.parallel.cases import weights_after
@@ -57,6 +59,29 @@ def test_the_same_weights_to_the_bit(case: str, microbatches: int) -> None:
     for (name, one), (_, other) in zip(late.trainable.items(), early.trainable.items(), strict=True):
         assert torch.equal(one, other), name
     assert all(parameter.grad is None for parameter in early.trainable.values())
+
+
+def test_weights_that_the_last_microbatch_does_not_reach_learn_too() -> None:
+    """As the table of tokens, cut into two weights of which each microbatch reads one, would."""
+    late, early = (made(SGDConfig(name="sgd", learning_rate=0.1), {}, early=early) for early in (False, True))
+    for state in (late, early):
+        extra = torch.nn.Parameter(torch.ones(3))
+        state.model.register_parameter("sometimes", extra)
+        if state is early:
+            state.in_backward = InBackward(state.optimizer, {"sometimes": extra}, square)
+        state.optimizer.add_param_group({**state.optimizer.param_groups[0], "params": [extra]})
+        state.optimizer.state[extra] = {"step": 0}
+        state.optimizer._names[extra] = "sometimes"
+        extra.grad = torch.full((3,), 2.0)  # of an earlier microbatch alone
+        update = optim_step(state, loss=0.0)
+        assert update.gradient_norm == pytest.approx(2.0 * 3**0.5)
+        assert torch.allclose(extra, torch.full((3,), 0.8))
+        assert extra.grad is None
+
+
+def test_clipping_cannot_be_asked_for_later() -> None:
+    with pytest.raises(ConfigError, match="max_gradient_norm: weights are updated before the norm is known"):
+        optim_step(made(*CASES["sgd"], early=True), max_gradient_norm=1.0)
 
 
 def test_stochastic_bits_are_the_same_again() -> None:

@@ -57,6 +57,9 @@ class Making:
     def shape(self, name: str, own: torch.Size) -> torch.Size:
         return own
 
+    def keeps_tie(self, twin: str, owner: str) -> bool:
+        return self.name not in (twin, owner)
+
     def __call__(self, name: str, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         assert name == self.name
         assert len(sources) == 2

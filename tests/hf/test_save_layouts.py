@@ -143,6 +143,12 @@ def refused(model: Path, directory: Path) -> str:
         def sources(self, name: str) -> tuple[str, ...]:
             return (name, "model.norm.weight") if name.endswith("layers.1.mlp.up_proj.weight") else (name,)
 
+        def shape(self, name: str, own: torch.Size) -> torch.Size:
+            return own
+
+        def keeps_tie(self, twin: str, owner: str) -> bool:
+            return True
+
         def __call__(self, name: str, sources: Any) -> torch.Tensor:
             raise RuntimeError("the power went")
 

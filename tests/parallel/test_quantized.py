@@ -50,8 +50,9 @@ def expected(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             parameter.copy_(nf4.dense(values[name]))
-    plain.save_pretrained(tmp_path_factory.mktemp("models") / "dense")
-    return adapted_reference(tmp_path_factory.getbasetemp() / "models1" / "dense", MODULES)
+    dense = tmp_path_factory.mktemp("models") / "dense"
+    plain.save_pretrained(dense)
+    return adapted_reference(dense, MODULES)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

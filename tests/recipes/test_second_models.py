@@ -1,4 +1,4 @@
-"""What a second model may be: a reference, a teacher, a base to stand beside; and what of the first it must not hide."""
+"""What a second model may be (a reference, a teacher, a base to stand beside), and what it must not hide."""
 
 from __future__ import annotations
 

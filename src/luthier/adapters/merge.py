@@ -202,6 +202,10 @@ class Merging:
         extra = self._rows[name].extra if name in self._rows else 0
         return torch.Size((own[0] + extra, *own[1:])) if extra else own
 
+    def keeps_tie(self, twin: str, owner: str) -> bool:
+        """Whether head and embedding stay one matrix: rows of tokens are both ends', an adapter is one's."""
+        return not self._tied & {name.removesuffix(".weight") for name in (twin, owner)}
+
     def report(self, group: Group | None = None) -> MergeReport:
         """What the rounding of all weights handed out so far cost.
 

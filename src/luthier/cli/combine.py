@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -54,6 +55,8 @@ def combine(
         name, _, number = text.rpartition("=")
         try:
             weight = float(number) if name else 1.0
+            if not math.isfinite(weight):
+                raise ValueError
         except ValueError:
             raise UserError(f"{number!r} is no number", where=text, remedy="write DIR=0.5") from None
         found.append(Part(Path(name or text).expanduser(), weight))

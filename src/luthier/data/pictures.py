@@ -152,9 +152,7 @@ class Album:
             inner = next((value[key] for key in ("bytes", "path", "url", "image") if value.get(key) is not None), None)
             return self._had(inner, what, root)
         if hasattr(value, "save") and hasattr(value, "convert"):  # a PIL image, as data sets of the Hub give them
-            stream = BytesIO()
-            value.save(stream, format="PNG")
-            return self._kept(stream.getvalue(), what)
+            return self._kept(_as_png(value, what), what)
         if isinstance(value, bytes | bytearray):
             return self._kept(bytes(value), what)
         if not isinstance(value, str) or not value:
@@ -181,7 +179,11 @@ class Album:
             remedy = "name the directory that holds all images with data.*.image_root"
             raise BadRow(what, reason="an image that is not there", remedy=remedy)
         base = root.resolve()
-        file = (base / value.removeprefix("file://")).resolve()
+        try:
+            file = (base / value.removeprefix("file://")).resolve()
+        except (OSError, ValueError) as error:  # a NUL, a name that is too long, links in a circle
+            why = f"{what} ({value!r}) is no path ({error})"
+            raise BadRow(why, reason="pictures that cannot be read") from error
         if not file.is_relative_to(base):
             raise BadRow(
                 f"{what} ({value}) lies outside {base}",
@@ -319,6 +321,24 @@ def _listed(value: Any) -> list[Any]:
     if value is None or value == "":
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+_STORED = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+"""Modes of pixels that PNG has."""
+
+
+def _as_png(image: Any, what: str) -> bytes:
+    """A PIL image, turned as its camera says, as bytes."""
+    from PIL import ImageOps
+
+    stream = BytesIO()
+    try:
+        turned = ImageOps.exif_transpose(image)
+        (turned if turned.mode in _STORED else turned.convert("RGB")).save(stream, format="PNG")
+    except (OSError, ValueError, SyntaxError) as error:
+        why = f"{what} cannot be read as an image ({error})"
+        raise BadRow(why, reason="pictures that cannot be read") from error
+    return stream.getvalue()
 
 
 def _inline(value: str, what: str) -> bytes:

@@ -19,6 +19,7 @@ from luthier.engine.hidden import HiddenLoss
 from luthier.engine.network import counted, held, require_readable, summed, whole
 from luthier.engine.prefixes import Shared, laid, read_off, shared_of
 from luthier.engine.state import TrainState
+from luthier.errors import ConfigError
 from luthier.hf.forward import hidden_states
 from luthier.hf.seeing import eyes_open
 from luthier.parallel.fsdp import within
@@ -245,7 +246,11 @@ def optim_step(
     if state.pipeline is not None:
         state.pipeline.settle()
         counted = [parameter for name, parameter in trainable.items() if name not in state.pipeline.copies]
-    if state.in_backward is not None:  # weights have changed already; what is left over is of weights without a loss
+    if state.in_backward is not None:  # most weights have changed already
+        if max_gradient_norm is not None:
+            remedy = "give no max_gradient_norm, or leave optimizer.in_backward out"
+            raise ConfigError("weights are updated before the norm is known", where="max_gradient_norm", remedy=remedy)
+        state.in_backward.rest()
         norm = norm_of(state.in_backward.squares(), state.mesh)
     else:
         norm = gradient_norm(counted, state.mesh)

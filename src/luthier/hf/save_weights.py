@@ -47,6 +47,9 @@ class Transform(Protocol):
     def shape(self, name: str, own: torch.Size) -> torch.Size:
         """The shape that a weight will have, whose own in the model is given."""
 
+    def keeps_tie(self, twin: str, owner: str) -> bool:
+        """Whether two names of one weight will still stand for one."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -143,7 +146,8 @@ class _Outline:
         for twin, owner in plain.all_tied_weights_keys.items():
             if twin not in self.held or owner not in self.held:
                 continue
-            if self.held[twin] is self.held[owner] and len(self.sources(twin)) == len(self.sources(owner)) == 1:
+            kept = self.transform is None or self.transform.keeps_tie(twin, owner)
+            if self.held[twin] is self.held[owner] and kept:
                 names.remove(twin)
             else:
                 self.tied = False

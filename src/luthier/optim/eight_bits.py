@@ -40,7 +40,7 @@ def eight_bit_states(parameter: Tensor, name: str, state: str) -> dict[str, Tens
         raise UserError(
             f"8-bit moments have blocks that other layouts do not, and {name} is sharded",
             where="optimizer.state_dtype",
-            remedy="use fp32 or bf16, or dp_replicate alone",
+            remedy="use fp32 or bf16, or one process",
         )
     zero = int((_code(state, "cpu") == 0).nonzero()[0])
     blocks = -(-parameter.numel() // BLOCK)

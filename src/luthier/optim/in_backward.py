@@ -33,7 +33,7 @@ class InBackward:
         parameters: Mapping[str, nn.Parameter],
         square: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        self._optimizer, self._square = optimizer, square
+        self._optimizer, self._square, self._parameters = optimizer, square, parameters
         self._armed = False
         self._squares: list[torch.Tensor] = []
         for name, parameter in parameters.items():
@@ -47,6 +47,12 @@ class InBackward:
             yield
         finally:
             self._armed = False
+
+    def rest(self) -> None:
+        """Use the gradients that are left: of weights that earlier microbatches reached, and the last one did not."""
+        with self.armed():
+            for name, parameter in self._parameters.items():
+                self._take(name, parameter)
 
     def squares(self) -> list[torch.Tensor]:
         """Squares of the norms of the gradients that were used since this was last asked."""

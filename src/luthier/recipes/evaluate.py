@@ -82,6 +82,10 @@ def evaluate(config: RunConfig, *, adapter: Path | None = None, wanted: Wanted |
         metrics = find_metrics(wanted.metrics)
         run_tasks = _prepared(wanted, config.seed)
         tokenizer = tokenizer_of(config, adapter)
+        alone = wanted.side_by_side is not None and wanted.base is None
+        if alone and tokenizer.get_vocab() != tokenizer_of(config).get_vocab():
+            what = "the adapter brings tokens that the model without it does not have"
+            raise ConfigError(what, where="--side-by-side", remedy="name a model that has them with --base")
         rows = _rows(config, tokenizer) if has_rows or not wanted.tasks else None
         network = inference_network(config, device, adapter, mesh)
         result: dict[str, Any] = {"model": config.model, "adapter": str(adapter) if adapter else None}

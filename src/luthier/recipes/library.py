@@ -24,7 +24,7 @@ from luthier.engine.evaluate import evaluate as measure
 from luthier.engine.network import require_readable
 from luthier.engine.state import TrainState
 from luthier.errors import ConfigError
-from luthier.hf.processor import open_eyes
+from luthier.hf.processor import open_eyes, save_reader
 from luthier.hf.save import base_dtype, save_model
 from luthier.hf.sight import sight_of
 from luthier.hf.source import resolve
@@ -61,6 +61,9 @@ def load(
     Raises:
         UserError: the model cannot be found or used, or an adapter's target adapts nothing.
     """
+    if optimizer is not None and optimizer.in_backward:
+        what = "each call of forward_backward would take a step of its own"
+        raise ConfigError(what, where="optimizer.in_backward", remedy="leave it out, or train by luthier train")
     source = resolve(model)
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     named = adapter.new_tokens if isinstance(adapter, LoraConfig) else []
@@ -155,7 +158,10 @@ def save(state: TrainState, directory: str | Path, *, merge: bool = False) -> Pa
         merge: with adapters: write the whole model, the adapters added to its weights.
     """
     if state.lora is not None and not merge:
-        return save_peft(state.model, directory, base_model=state.source.text)
+        target = save_peft(state.model, directory, base_model=state.source.text)
+        if state.tokenizer is not None:  # which may have tokens of its own
+            save_reader(state.tokenizer, target)
+        return target
     return save_model(
         state.model,
         directory,

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 WIDTH = 2
 """Answers that a row has at most."""
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from luthier.config import RunConfig
+from luthier.config import LoraConfig, RunConfig
 from luthier.config.reinforcement import GrpoConfig
 from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, StreamRows
 from luthier.engine import randomness
@@ -227,8 +227,15 @@ def open_run(
 
 def _compares_with_start(config: RunConfig) -> bool:
     """Whether every step asks the model as it was before the first one."""
-    method = config.method
-    return method.beta > 0 if isinstance(method, GrpoConfig) else getattr(method, "reference", None) == "base"
+    method, adapter = config.method, config.adapter
+    if isinstance(method, GrpoConfig):
+        return method.beta > 0
+    reference = getattr(method, "reference", None)
+    if reference == "precomputed" and isinstance(adapter, LoraConfig) and adapter.start_from is None:
+        # What these begin as cannot be had again later, by opening the model or by switching adapters off.
+        again = adapter.quantize is not None or bool(adapter.new_tokens)
+        return again and (bool(adapter.train_modules) or adapter.init.startswith("loftq"))
+    return bool(reference == "base")
 
 
 def save(run: Run) -> None:

@@ -59,6 +59,12 @@ def build(
             apply_lora(model, lora)
         refuse_merged(model)
         state = adopt(model, lora=report_of(model), source=source, seed=seed)
+    if state.in_backward is not None:
+        what = "each call of forward_backward would take a step of its own"
+        raise ConfigError(what, where="optimizer.in_backward", remedy="build the state without it")
+    if any(getattr(layer, "lora_first", None) is not None for _, layer in adapted(state.model)):
+        what = "adapters that began as a part of the base (pissa, olora) stand beside another base than the model's"
+        raise ConfigError(what, where="adapter.init", remedy="leave it out, or train by luthier train")
     names = {parameter: name for name, parameter in state.model.named_parameters()}
     for group in state.optimizer.param_groups:
         if group["rule"] != "adamw":

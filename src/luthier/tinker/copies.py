@@ -7,7 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from luthier.adapters import adapted, attach_all, beside, find_siblings
+from luthier.adapters import adapted, attach_all, beside, find_siblings, wholly_trained
+from luthier.adapters.rows import rows_of
 from luthier.engine.identity import model_digest
 from luthier.engine.state import TrainState
 from luthier.errors import ModelError
@@ -40,6 +41,10 @@ class Copies:
             state = self._state
             if next(adapted(state.outline), None) is None:
                 what = "a model that trains whole on several ranks is on none of them whole"
+                remedy = "sample in one process, from what save_weights_for_sampler writes"
+                raise ModelError(what, where="sampling", remedy=remedy)
+            if wholly_trained(state.outline) or rows_of(state.outline):
+                what = "modules trained whole and rows of tokens are on none of several ranks whole"
                 remedy = "sample in one process, from what save_weights_for_sampler writes"
                 raise ModelError(what, where="sampling", remedy=remedy)
             dtype = tell(state.model.dtype, dist.group.WORLD)
