@@ -166,7 +166,7 @@ def test_submit_shows_what_would_run(capfd, monkeypatch):
         *(capfd, "jobs", "submit", "--runtime", "luthier-qwen3-0.6b", "adapter.rank=4", "--dry-run", *places),
         *("--export-form", "adapter", "--nnodes", "2", "--nproc", "2"),
     )
-    assert spec["config"]["adapter"] == {"rank": 4}
+    assert spec["config"]["adapter"] == {"kind": "lora", "rank": 4}
     assert spec["recipe"] == "lora_finetune_distributed"
     assert (spec["num_nodes"], spec["nproc_per_node"]) == (2, 2)
     assert spec["model"]["env"]["STORAGE_URI"] == "hf://me/model"
