@@ -126,6 +126,9 @@ def sums_of(
 
 def logprobs(network: Network, batches: Sequence[Batch], share_prefixes: bool) -> list[torch.Tensor]:
     """`logprobs_of`, for a model that reads one document at a time too."""
+    if network.limits is not None:
+        for batch in batches:
+            network.limits.check(batch)
     if not network.packing_fault:
         return logprobs_of(network, batches, share_prefixes=share_prefixes)
     pieces = [apart(batch) for batch in batches]
@@ -196,7 +199,8 @@ def _reference_network(run: Run) -> Iterator[tuple[str, Callable[[], Network]]]:
     try:
         if asked not in ("precomputed", "base"):
             other = config.model_copy(update={"model": asked, "revision": None, "adapter": None, "from_scratch": False})
-            require_same_tokens(asked, model_source(other), config, "method.reference")
+            if config.tokenizer is None:  # else rows have been given another one's tokens on purpose
+                require_same_tokens(asked, model_source(other), config, "method.reference")
             network = inference_network(other, state.device, None, state.mesh)
             group = dist.group.WORLD if state.mesh is not None else None
             yield model_digest(network.model, group) + config_digest(network.outline), lambda: network
