@@ -13,14 +13,14 @@ from luthier.engine.distill import Distillation
 from luthier.engine.network import Network
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all
-from luthier.errors import ConfigError
+from luthier.errors import ConfigError, ModelError
 from luthier.hf.source import ModelSource, resolve
 from luthier.hf.tokenizer import load_tokenizer
 from luthier.recipes.loop import finish, loop, update
 from luthier.recipes.run import Resume, Run, opened
 from luthier.recipes.setup import model_source
 from luthier.recipes.sft import measure
-from luthier.recipes.taught import Taught
+from luthier.recipes.taught import Taught, kept
 from luthier.report.progress import stage
 
 __all__ = ["measure", "take_step", "train"]
@@ -104,15 +104,22 @@ def teacher_of(config: RunConfig, state: TrainState) -> Network:
 
 
 def require_same_vocabulary(config: RunConfig, method: DistillConfig) -> None:
-    """Refuse a teacher whose tokens mean something else, before any weights are read.
+    """Refuse a teacher whose tokens mean something else, before any weights are read. One that is not there any more,
+    and has been asked before, was looked at then.
 
     Raises:
         ConfigError: names the first token that differs.
+        ModelError: it is not there, and the run has not what it said.
     """
     own = load_tokenizer(
         model_source(config), tokenizer=config.tokenizer, trust_remote_code=config.trust_remote_code
     ).get_vocab()
-    others = load_tokenizer(_source(method), trust_remote_code=config.trust_remote_code).get_vocab()
+    try:
+        others = load_tokenizer(_source(method), trust_remote_code=config.trust_remote_code).get_vocab()
+    except ModelError:
+        if kept(config, method):
+            return
+        raise
     if own == others:
         return
     differing = sorted((own.get(token, others.get(token, 0)), token) for token in own.keys() | others.keys())
