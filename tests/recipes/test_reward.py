@@ -23,7 +23,7 @@ from luthier.config.sections import SGDConfig
 from luthier.engine.build import build_state
 from luthier.engine.reward import Ranking, scores_of
 from luthier.engine.step import forward_backward_all
-from luthier.errors import DataError
+from luthier.errors import ConfigError, DataError
 from luthier.hf.classifier import as_classifier, padding_of
 from luthier.hf.load import load_model
 from luthier.hf.source import resolve
@@ -216,6 +216,21 @@ def test_data_ranks(world: Any, tmp_path: Path, adapter: Any) -> None:
 def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         config(tmp_path, "run", **changes)
+
+
+def test_a_text_that_is_a_token_longer_than_the_model(tmp_path: Path) -> None:
+    longest = debug_config("gpt2").n_positions
+    rows_of(tmp_path, 2)
+    row = {"prompt": "q: ", "chosen": "a b " * longest, "rejected": "b"}
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    data = {"train": str(tmp_path / "rows.jsonl"), "sequence_length": longest}
+    more: dict[str, Any] = {"model": "debug:gpt2", "train": {"steps": 1, "rows_per_step": 3}}
+    fault = f"rows of {longest + 1:,} tokens, and the model has {longest:,} positions; set it to {longest - 1} or less"
+    with pytest.raises(ConfigError, match=fault):
+        reward.train(config(tmp_path, "run", data=data, **more))
+    data["sequence_length"] = longest - 1
+    assert reward.train(config(tmp_path, "run", data=data, **more))["steps"] == 1
 
 
 def test_a_margin_that_is_no_number(tmp_path: Path) -> None:
