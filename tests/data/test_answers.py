@@ -186,6 +186,26 @@ def test_what_is_too_long_is_so_by_one_answer(tmp_path: Any, tiny: Any) -> None:
         rows_of(tmp_path, rows, "pairs", tiny, sequence_length=20, too_long="split")
 
 
+@pytest.mark.parametrize("policy", ["truncate", "drop", "raise"])
+def test_a_labelled_row_is_judged_by_its_own_answer(tmp_path: Any, tiny: Any, policy: str) -> None:
+    prompts = ["aaaa", "bbbb", "cccccccc"]
+    rows = [{"prompt": p, "completion": c, "label": True} for p, c in zip(prompts, ["x", "y" * 40, "z"], strict=True)]
+    if policy == "raise":
+        rows[1]["completion"] = "y" * 12
+        with pytest.raises(DataError, match=r"the row has 16 tokens.*data\.too_long to truncate or drop$"):
+            rows_of(tmp_path, rows, "labelled", tiny, sequence_length=15, too_long=policy)
+        rows[2]["prompt"] = "c" * 12  # with that answer beside it, it would be too long
+        found = rows_of(tmp_path, rows, "labelled", tiny, sequence_length=16, too_long=policy)
+        assert [sample.lengths for sample in found] == [(5,), (16, 5), (13, 16)]
+        return
+    found = rows_of(tmp_path, rows, "labelled", tiny, sequence_length=20, too_long=policy)
+    own = [(5,), (20, 5), (9, 20)]
+    assert [sample.lengths for sample in found] == (own if policy == "truncate" else own[::2])
+    report = found.report
+    assert (report.truncated, report.dropped) == ((1, 0) if policy == "truncate" else (0, 1))
+    assert report.cut_tokens == (24 if policy == "truncate" else 0)
+
+
 def test_a_bad_row_is_named_with_its_line(tmp_path: Any, tiny: Any) -> None:
     with pytest.raises(DataError, match=r"rows\.jsonl:2.*rejected"):
         rows_of(tmp_path, [PAIRS[0], {"prompt": "a", "chosen": " b"}], "pairs", tiny)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from luthier.config import RunConfig
-from luthier.errors import ConfigError
+from luthier.errors import ConfigError, ModelError
 from luthier.hf.tiny import debug_config, debug_tokenizer
 from luthier.recipes import distill, sft
 from tests.oracles.plain import save_strong
@@ -80,6 +81,29 @@ def test_a_teacher_that_is_asked_once(place: Path, monkeypatch: pytest.MonkeyPat
     assert distill.train(longer)["steps"] == 14
     with pytest.raises(ValueError, match=r"set method\.top_k, and do not stream"):
         config(place, "run", {"precompute": True})
+
+
+def test_a_teacher_that_is_gone_or_another(place: Path) -> None:
+    run = config(place, "run", {"top_k": 20, "precompute": True})
+
+    def longer(steps: int, **method: Any) -> RunConfig:
+        train, asked = run.train.model_copy(update={"steps": steps}), run.method.model_copy(update=method)
+        return run.model_copy(update={"train": train, "method": asked})
+
+    def said() -> bytes:
+        return (run.output / "teacher" / "teacher_ids.bin").read_bytes()
+
+    distill.train(longer(2))
+    first = said()
+    save_strong(debug_config("qwen3"), place / "teacher", seed=4)
+    distill.train(longer(4))
+    assert said() != first  # of the teacher that is there now
+    second = said()
+    shutil.rmtree(place / "teacher")
+    assert distill.train(longer(6))["steps"] == 6
+    assert said() == second
+    with pytest.raises(ModelError, match="no file or directory"):
+        distill.train(longer(8, top_k=10))  # it has not said that
 
 
 def on_rank(values: dict[str, Any]) -> dict[str, Any]:

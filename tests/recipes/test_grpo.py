@@ -13,6 +13,7 @@ import torch
 
 from luthier.config import RunConfig
 from luthier.errors import ConfigError, DataError
+from luthier.hf.gather import local_part
 from luthier.recipes import grpo
 from luthier.recipes.dry_run import dry_run
 from luthier.recipes.rewards import call_reward, load_rewards
@@ -176,6 +177,31 @@ def test_data_ranks_sample_their_own_prompts(world: Any, place: Path, layout: di
             assert one[name] == other[name], name  # a prompt is answered alike wherever it is
         for name in ("loss", "gradient_norm", "kl"):
             assert other[name] == pytest.approx(one[name], rel=2e-4, abs=1e-6), name
+
+
+def moved_on_rank(values: dict[str, Any]) -> list[str]:
+    return moved(RunConfig.model_validate(values))
+
+
+def moved(run: RunConfig) -> list[str]:
+    """Trained weights that the second step of two moves, in which all answers are worth the same."""
+    with grpo.opened(run, "never") as opened:
+        first, second = opened.loader
+        grpo.take_step(opened, first)
+        before = {name: local_part(p).detach().clone() for name, p in opened.state.trainable.items()}
+        opened.kept["rollouts"].functions = {"alike": lambda completions, **_: [1.0] * len(completions)}
+        measured = grpo.take_step(opened, second)
+        assert (measured["loss"], measured["gradient_norm"], measured["equal_groups"]) == (0.0, 0.0, 1.0)
+        assert opened.state.counters.step == 2
+        return [name for name, p in opened.state.trainable.items() if not torch.equal(local_part(p), before[name])]
+
+
+def test_a_step_that_teaches_nothing_moves_nothing(world: Any, place: Path) -> None:
+    optimizer = {"learning_rate": 1e-2, "weight_decay": 0.1}
+    more: dict[str, Any] = {"train": {"steps": 2, "rows_per_step": 2, "precision": "fp32"}, "optimizer": optimizer}
+    assert moved(config(place, "alone", **more)) == []
+    both = config(place, "both", parallel={"dp_shard": 2}, **more)
+    assert world(2).run(moved_on_rank, both.model_dump(mode="json")) == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from luthier.batch import Batch, Sample
 from luthier.config import RunConfig
 from luthier.config.sections import SGDConfig
+from luthier.data.rows import Rows, build_rows
 from luthier.engine.build import build_state
 from luthier.engine.reward import Ranking, scores_of
 from luthier.engine.step import forward_backward_all
-from luthier.errors import DataError
+from luthier.errors import ConfigError, DataError
 from luthier.hf.classifier import as_classifier, padding_of
 from luthier.hf.load import load_model
 from luthier.hf.source import resolve
@@ -218,7 +219,35 @@ def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], faul
         config(tmp_path, "run", **changes)
 
 
-def test_a_margin_that_is_no_number(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"}\n' * 2)
-    with pytest.raises(DataError, match=r"rows\.jsonl:[12]: margin is 'much', which is no number"):
+def test_a_text_that_is_a_token_longer_than_the_model(tmp_path: Path) -> None:
+    longest = debug_config("gpt2").n_positions
+    rows_of(tmp_path, 2)
+    row = {"prompt": "q: ", "chosen": "a b " * longest, "rejected": "b"}
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    data = {"train": str(tmp_path / "rows.jsonl"), "sequence_length": longest}
+    more: dict[str, Any] = {"model": "debug:gpt2", "train": {"steps": 1, "rows_per_step": 3}}
+    fault = f"rows of {longest + 1:,} tokens, and the model has {longest:,} positions; set it to {longest - 1} or less"
+    with pytest.raises(ConfigError, match=fault):
+        reward.train(config(tmp_path, "run", data=data, **more))
+    data["sequence_length"] = longest - 1
+    assert reward.train(config(tmp_path, "run", data=data, **more))["steps"] == 1
+
+
+@pytest.mark.parametrize("margin", ['"much"', "NaN", "true", "[1]", '"inf"'])
+def test_a_margin_that_is_no_number(tmp_path: Path, margin: str) -> None:
+    rows_of(tmp_path, 2)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write(f'{{"prompt": "a", "chosen": "b", "rejected": "c", "margin": {margin}}}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:3: .*no number"):
         reward.train(config(tmp_path, "run"))
+    data = config(tmp_path, "run", data={"train": str(tmp_path / "rows.jsonl"), "on_bad_row": "skip"}).data
+    told = build_rows(data, "train", debug_tokenizer()).report
+    assert (told.kept, dict(told.skipped)) == (2, {"margins that are no numbers": 1})
+
+
+def test_margins_in_text(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected,margin\na,b,c, 1.5\na,b,c,\n")
+    rows = build_rows(config(tmp_path, "run", data=str(tmp_path / "rows.csv")).data, "train", debug_tokenizer())
+    assert isinstance(rows, Rows)
+    assert [dict(rows[number].meta) for number in range(2)] == [{"margin": 1.5}, {}]

@@ -1,7 +1,8 @@
 """What happens to a row with a document of more positions than sequence_length; each such row is counted.
 
 A row of several documents (two answers to one prompt) is too long where one of them is. What cuts or drops it does so
-to all of it: half a pair compares nothing.
+to all of it: half a pair compares nothing. Another prompt's answer beside a labelled one is no part of the row as its
+maker wrote it: it is cut, and never decides what becomes of the row.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ def fit(sample: Sample, longest: int, policy: Policy, report: DataReport, kind: 
     if policy == "split" and kind != "documents":
         what = f"{kind} cannot be split: a piece of an answer is no answer"
         raise ConfigError(what, where="data.too_long", remedy="use truncate, drop or raise")
+    if kind == "labelled":
+        sample = _foreign_cut(sample, longest)
     pieces = [sample]
-    most = max(sample.lengths)
+    judged = sample.lengths[:1] if kind == "labelled" else sample.lengths
+    most = max(judged)
     if most > longest:
-        of = "a document" if len(sample.lengths) > 1 else "the row"
+        of = "a document" if len(judged) > 1 else "the row"
         told = f"{sample.origin} has {most:,} tokens"
         match policy:
             case "raise":
-                remedy = "raise data.sequence_length, or set data.too_long to truncate, drop or split"
+                others = "truncate, drop or split" if kind == "documents" else "truncate or drop"
+                remedy = f"raise data.sequence_length, or set data.too_long to {others}"
                 what = f"{of} has {most:,} tokens, more than the sequence length {longest:,}"
                 raise DataError(what, where=sample.origin, remedy=remedy)
             case "truncate" if kind != "prompts":
@@ -77,6 +82,15 @@ def _shortened(sample: Sample, longest: int) -> Sample:
         return _cut(sample, 0, longest)
     documents = [_cut(document, 0, longest) for document in sample.documents]
     return replace(Sample.join(documents), origin=sample.origin, meta=sample.meta)
+
+
+def _foreign_cut(sample: Sample, longest: int) -> Sample:
+    """The same row with another prompt's answer cut off, or left out where nothing of it would be left."""
+    own, *others = sample.documents
+    kept = [cut for other in others if (cut := _cut(other, 0, longest)).weights.any()]
+    if [len(cut) for cut in kept] == [len(other) for other in others]:
+        return sample
+    return replace(Sample.join([own, *kept]), origin=sample.origin, meta=sample.meta)
 
 
 def _cut(sample: Sample, start: int, end: int) -> Sample:

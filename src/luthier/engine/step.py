@@ -117,10 +117,12 @@ def _run(
 ) -> list[ForwardBackward]:
     if state.pipeline is not None:
         return _through_stages(state, state.pipeline, batches, ways, loss, all_logprobs)
-    *earlier, last = zip(batches, ways, strict=True)
-    found = [_forward_backward(state, batch, way, loss, all_logprobs) for batch, way in earlier]
-    with state.in_backward.armed() if state.in_backward is not None else nullcontext():
-        return [*found, _forward_backward(state, *last, loss, all_logprobs)]
+    found = []
+    for left, (batch, way) in zip(reversed(range(len(batches))), zip(batches, ways, strict=True), strict=True):
+        early = state.in_backward if not left else None  # the last one completes the gradients
+        with early.armed() if early is not None else nullcontext():
+            found.append(_forward_backward(state, batch, way, loss, all_logprobs))
+    return found
 
 
 def _count(state: TrainState, batches: list[Batch]) -> None:

@@ -13,13 +13,13 @@ from luthier.engine.distill import Distillation
 from luthier.engine.network import Network
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all
-from luthier.errors import ConfigError
+from luthier.errors import ConfigError, ModelError
 from luthier.hf.source import ModelSource, resolve
 from luthier.recipes.loop import finish, loop, update
 from luthier.recipes.run import Resume, Run, opened
 from luthier.recipes.setup import require_same_tokens
 from luthier.recipes.sft import measure
-from luthier.recipes.taught import Taught
+from luthier.recipes.taught import Taught, kept
 from luthier.report.progress import stage
 
 __all__ = ["measure", "take_step", "train"]
@@ -33,7 +33,7 @@ def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:
         ConfigError: the teacher has another vocabulary.
     """
     assert isinstance(config.method, DistillConfig)
-    require_same_tokens(config.method.teacher, _source(config.method), config, "method.teacher")
+    _require_same_tokens(config, config.method)
     with opened(config, resume) as run:
         loop(run, take_step, measure)
         return finish(run)
@@ -103,6 +103,16 @@ def teacher_of(config: RunConfig, state: TrainState) -> Network:
         what = f"the teacher cannot read several documents in a row: {teacher.packing_fault}"
         raise ConfigError(what, where="data.packing", remedy="set it to false, or method.precompute: true")
     return teacher
+
+
+def _require_same_tokens(config: RunConfig, method: DistillConfig) -> None:
+    """Refuse a teacher whose tokens mean something else. One that is not there any more, and has been asked before, was
+    looked at then."""
+    try:
+        require_same_tokens(method.teacher, _source(method), config, "method.teacher")
+    except ModelError:
+        if not kept(config, method):
+            raise
 
 
 def _source(method: DistillConfig) -> ModelSource:

@@ -69,7 +69,9 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
     measured: dict[str, float] = {}
     seen: list[dict[str, float]] = []
     for number in range(method.updates_per_sample):
-        outputs = forward_backward_all(state, batches, loss_of(method))
+        outputs = (
+            forward_backward_all(state, batches, loss_of(method)) if taken.trained_tokens else _nothing(state, batches)
+        )
         seen.append(_ratios(state, batches, outputs, method))
         measured = update(run, taken, outputs, ends_step=number == method.updates_per_sample - 1)
     means = {key: sum(one[key] for one in seen) / len(seen) for key in seen[0]}
@@ -165,6 +167,13 @@ def _with_logprobs(state: TrainState, batches: list[Batch], method: GrpoConfig, 
     finally:
         state.model.train(training)
     return [replace(batch, inputs={**batch.inputs, **inputs}) for batch, inputs in zip(batches, found, strict=True)]
+
+
+def _nothing(state: TrainState, batches: Sequence[Batch]) -> list[ForwardBackward]:
+    """What microbatches give of which no rank has one that teaches. Nothing is run: gradients of zero, which ranks that
+    share weights would get, are no gradients. With them momentum and weight decay would move the weights."""
+    zero = torch.zeros((), dtype=state.head.dtype, device=state.device)
+    return [ForwardBackward(zero, zero.expand(batch.tokens)) for batch in batches]
 
 
 def _trained(group: Group, number: int, method: GrpoConfig) -> int:

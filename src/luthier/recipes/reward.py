@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 from luthier.batch import Batch, Sample
 from luthier.config import RunConfig
 from luthier.config.reinforcement import RewardConfig
+from luthier.data.formats.preference import margin_of
 from luthier.data.loader import StepBatch, pack
+from luthier.data.report import BadRow
 from luthier.engine.reward import Ranking, scores_of
 from luthier.engine.step import forward_backward_all
-from luthier.errors import DataError
 from luthier.hf.classifier import last_place, padding_of
 from luthier.losses.reward import bradley_terry
 from luthier.recipes.loop import finish, loop, noted, update
@@ -99,7 +100,7 @@ def laid_out(batch: Batch, padding: int, share: float) -> Batch:
         share: of a pair.
 
     Raises:
-        DataError: a margin is no number.
+        DataError: a margin is no number (of a format of one's own: others have looked).
     """
     rows, margins, document = [], [], 0
     bounds = batch.cu_seqlens.tolist()
@@ -114,15 +115,16 @@ def laid_out(batch: Batch, padding: int, share: float) -> Batch:
         document += row.documents
         if row.documents == 2:
             rows.append(Sample.join(texts, texts[0].origin, row.meta, row.number))
-            margins += [_margin(row.meta.get("margin", 0.0), texts[0].origin)] * 2
+            margins += [_margin(row.meta, texts[0].origin)] * 2
     laid = pack(rows)
     return replace(laid.scaled(share), inputs={"margin": torch.tensor(margins or [0.0], dtype=torch.float64)})
 
 
-def _margin(value: Any, origin: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(f"margin is {value!r}, which is no number", where=origin, remedy="give a number, or no margin")
-    return float(value)
+def _margin(meta: Mapping[str, Any], origin: str) -> float:
+    try:
+        return margin_of(meta.get("margin")) or 0.0
+    except BadRow as fault:
+        raise fault.at(origin) from None
 
 
 def _sums(scores: torch.Tensor) -> list[float]:

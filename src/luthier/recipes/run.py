@@ -175,12 +175,14 @@ def open_run(
         logger.info("%d ranks: %s", mesh.layout.ranks, mesh.layout)
     data = config.data
     positions = state.limits.positions if state.limits is not None else None
-    if positions is not None and isinstance(rows, Rows) and rows.longest_document > positions:
-        raise ConfigError(
-            f"there are rows of {rows.longest_document:,} tokens, and the model has {positions:,} positions",
-            where="data.sequence_length",
-            remedy=f"set it to {positions} or less",
-        )
+    last = config.method.name == "reward"  # whose last token, which others only predict, is read as well
+    for each in (rows, held_out):
+        if positions is not None and isinstance(each, Rows) and each.longest_document + last > positions:
+            raise ConfigError(
+                f"there are rows of {each.longest_document + last:,} tokens, and the model has {positions:,} positions",
+                where="data.sequence_length",
+                remedy=f"set it to {positions - last} or less",
+            )
     if data.packing and (why := unpackable(state, rows)):
         logger.warning("packing is off: %s", why)
         data = data.model_copy(update={"packing": False})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +12,25 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from luthier.batch import Batch
+from luthier.config import RunConfig
 from luthier.config.teaching import DistillConfig
 from luthier.data.loader import Rows, iterate_once
 from luthier.engine.distill import likeliest
 from luthier.engine.network import Network
+from luthier.errors import ModelError
+from luthier.hf.source import load_config, resolve
+from luthier.hf.together import tell
 from luthier.recipes.run import Run
 from luthier.recipes.run_directory import write_text
 from luthier.report.progress import stage
 
+logger = logging.getLogger(__name__)
+
 FOLDER = "teacher"
+_MARK = "of.json"
 _TYPES = {"teacher_ids": np.int32, "teacher_logprobs": np.float32}
 
 
@@ -30,8 +40,9 @@ class Taught:
     Args:
         run: whose rows; they are not streamed (`DistillConfig.check`).
         method: names the teacher and how many tokens.
-        load: loads the teacher; called where the files are not there, or are of other rows or of another teacher. All
-            data ranks call this, each fills in its part, and all see the directory.
+        load: loads the teacher; called where the files are not there, or are of other rows, or of a teacher that was
+            another than the one that is there now; if none is, what the last one said holds. All data ranks call this,
+            each fills in its part, and all see the directory.
     """
 
     def __init__(self, run: Run, method: DistillConfig, load: Callable[[], Network]) -> None:
@@ -40,14 +51,17 @@ class Taught:
         self._ends = np.cumsum(run.rows.lengths)
         shape = (int(self._ends[-1]), method.top_k)
         folder = run.directory.path / FOLDER
-        of = {
-            "rows": run.rows.fingerprint,
-            **method.model_dump(mode="json", exclude={"divergence", "beta", "cross_entropy"}),
-        }
-        mark, mesh = folder / "of.json", run.state.mesh
-        there = mark.is_file() and json.loads(mark.read_text(encoding="utf-8")) == of
-        if mesh is not None:
-            mesh.wait()  # all have looked before any of them writes
+        mark, mesh = folder / _MARK, run.state.mesh
+        of, there = None, False
+        if run.state.is_main:  # the others may see the teacher's files with other times
+            of = {
+                "rows": run.rows.fingerprint,
+                "method": _asked(method),
+                "precision": [run.config.train.precision, str(run.state.outline.dtype)],
+                "teacher": identity_of(run.config, method),
+            }
+            there = _holds(mark, of)
+        there = tell(there, dist.group.WORLD if mesh is not None else None)
         if not there:
             if run.state.is_main:
                 folder.mkdir(exist_ok=True)
@@ -100,6 +114,61 @@ class Taught:
                 told(done, len(run.rows))
         for array in arrays.values():
             array.flush()
+
+
+def kept(config: RunConfig, method: DistillConfig) -> bool:
+    """Whether a run's directory has what this teacher said, of whichever rows."""
+    found = _read(config.output / FOLDER / _MARK)
+    return method.precompute and found is not None and found.get("method") == _asked(method)
+
+
+def identity_of(config: RunConfig, method: DistillConfig) -> str | None:
+    """What tells one teacher, with its adapter, from another, without its weights being read: names, sizes and times of
+    its files, the commit of a Hub model, what makes a debug model. None where it is not there."""
+    try:
+        source = resolve(method.teacher, revision=method.teacher_revision)
+        found: list[Any]
+        if source.path is not None:
+            found = _files(source.path / source.gguf_file if source.gguf_file else source.path)
+        else:
+            of = load_config(source, trust_remote_code=config.trust_remote_code)
+            commit = getattr(of, "_commit_hash", None)
+            found = [commit] if commit else [of.to_dict(), config.seed]
+        if method.teacher_adapter is not None:
+            found += _files(Path(method.teacher_adapter))
+    except (ModelError, OSError):
+        return None
+    return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _files(path: Path) -> list[Any]:
+    """Name, size and time of a file, or of each in a directory."""
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+def _asked(method: DistillConfig) -> dict[str, Any]:
+    """What decides, beside the rows and the teacher's weights, what it says."""
+    return method.model_dump(mode="json", exclude={"divergence", "beta", "cross_entropy"})
+
+
+def _holds(mark: Path, of: dict[str, Any]) -> bool:
+    """Whether what is kept is what would be found now, or would have been while the teacher was there."""
+    found = _read(mark)
+    if found is None or of["teacher"] is not None:
+        return found == of
+    holds = found | {"teacher": None} == of
+    if holds:
+        logger.warning("the teacher is not there any more: going on with what it has said")
+    return holds
+
+
+def _read(mark: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(mark.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _open(folder: Path, name: str, mode: Any, shape: tuple[int, int]) -> Any:

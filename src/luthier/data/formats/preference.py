@@ -68,7 +68,7 @@ class _Compared:
 
 class PreferenceFormat(_Compared):
     """Rows of `chosen` and `rejected`, and `prompt` unless both begin with it: text, or messages. A number `margin`, by
-    how much the first is better, goes with them."""
+    how much the first is better, goes with them; it may be text, and an empty one is none."""
 
     fields = ("prompt", "chosen", "rejected", "system")
 
@@ -79,7 +79,7 @@ class PreferenceFormat(_Compared):
             return None
         prompt, (better, worse) = without_prompt(self._prompt(row), [better, worse])
         made = self._pair(prompt, better, worse, row)
-        margin = row.get("margin")
+        margin = margin_of(row.get("margin"))
         return made if made is None or margin is None else replace(made, meta={**made.meta, "margin": margin})
 
 
@@ -154,6 +154,24 @@ def _text(answer: Any, column: str) -> Said | None:
             raise BadRow(what, reason="answers without text")
         return said(answer[key], f"{column}.{key}")
     return said([answer] if isinstance(answer, Mapping) else answer, column)
+
+
+def margin_of(value: Any) -> float | None:
+    """By how much the first answer of a pair is better; None where the row does not say.
+
+    Raises:
+        BadRow: it says something that is no number.
+    """
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if isinstance(value, bool) or not math.isfinite(found):
+        what = f"the margin is {value!r}, which is no number"
+        raise BadRow(what, reason="margins that are no numbers", remedy="give a number, or no margin")
+    return found
 
 
 def _number(score: Any) -> float:
