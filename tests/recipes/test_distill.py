@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 from luthier.config import RunConfig
 from luthier.errors import ConfigError, ModelError
 from luthier.hf.tiny import debug_config, debug_tokenizer
-from luthier.recipes import distill, sft
+from luthier.recipes import distill, sft, taught
+from luthier.recipes.dry_run import dry_run
 from tests.oracles.plain import save_strong
 from tests.recipes.test_train import assert_same_end
 
@@ -106,6 +107,29 @@ def test_a_teacher_that_is_gone_or_another(place: Path) -> None:
         distill.train(longer(8, top_k=10))  # it has not said that
 
 
+def test_a_teacher_is_asked_about_the_rows_that_the_run_comes_to(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    likeliest = taught.likeliest
+
+    def counting(teacher: Any, batch: Any, *how: Any) -> Any:
+        asked.extend(row.number for row in batch.rows if row.number >= 0)
+        return likeliest(teacher, batch, *how)
+
+    monkeypatch.setattr(taught, "likeliest", counting)
+    small: dict[str, Any] = {"steps": 5, "rows_per_step": 1, "precision": "fp32"}
+    how = {"top_k": 20, "cross_entropy": 0.2}
+    run = config(place, "run", how | {"precompute": True}, train=small)
+    found = dry_run(run)
+    assert len(asked) == 2
+    for steps, rows in ((3, 5), (5, 7)):  # each asks about what the one before has not
+        distill.train(run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})}))
+        assert len(asked) == rows
+    live = config(place, "live", how, train=small)
+    distill.train(live)
+    assert losses(run) == pytest.approx(losses(live), rel=1e-5)
+    assert found["losses"] == pytest.approx(losses(live)[:2], rel=1e-5)
+
+
 def on_rank(values: dict[str, Any]) -> dict[str, Any]:
     return distill.train(RunConfig.model_validate(values))
 
@@ -121,13 +145,13 @@ def test_data_ranks_share_what_the_teacher_said(world: Any, place: Path) -> None
 
 def test_a_teacher_with_adapters_over_the_same_base(place: Path) -> None:
     values = config(place, "taught", {}, adapter={"rank": 4}).model_dump() | {"method": "sft"}
-    taught = RunConfig.model_validate(values)
-    sft.train(taught)
+    learnt = RunConfig.model_validate(values)
+    sft.train(learnt)
     own = {"teacher": "debug:llama", "divergence": "reverse"}
     alone = config(place, "alone", own, adapter={"rank": 4}, train={"steps": 1})
     distill.train(alone)
     assert losses(alone) == [pytest.approx(0.0, abs=1e-6)]  # the model is its own teacher
-    run = config(place, "run", own | {"teacher_adapter": str(taught.output / "export")}, train={"steps": 1})
+    run = config(place, "run", own | {"teacher_adapter": str(learnt.output / "export")}, train={"steps": 1})
     distill.train(run)
     assert losses(run)[0] > 1e-3
 

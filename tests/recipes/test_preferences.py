@@ -194,9 +194,19 @@ def test_examples_move_the_margin_of_held_out_answers(
     assert (tmp_path / "run" / "export" / "adapter_config.json").is_file()
 
 
-def test_a_dry_run_takes_two_steps(tmp_path: Path) -> None:
+def test_a_dry_run_takes_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    references_of = references.references
+
+    def counting(run: Any, rows: Any, numbers: Any) -> Any:
+        asked.append(len(numbers))
+        return references_of(run, rows, numbers)
+
+    monkeypatch.setattr(references, "references", counting)
     config = config_of("debug:llama", PAIRS, tmp_path, "dpo", train={"epochs": 2, "rows_per_step": 2})
     assert dry_run(config)["losses"][0] == pytest.approx(0.693147, abs=1e-5)
+    assert asked == [4]  # of the rows of two steps, not of all
+    assert len(PAIRS) > 4
 
 
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:

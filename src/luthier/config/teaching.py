@@ -36,8 +36,8 @@ class DistillConfig(Method):
     out."""
 
     precompute: bool = False
-    """Ask the teacher about every training row once, before the first step, and keep its top_k under RUN/teacher; it is
-    then in memory no more, and a run that goes on does not need it."""
+    """Ask the teacher about every row that the run comes to once, before the first step, and keep its top_k under
+    RUN/teacher; it is then in memory no more, and a run that goes on does not need it."""
 
     def check(self, run: RunConfig) -> None:
         """Refuse a beta that nothing reads, and to keep what is too large or never ends."""

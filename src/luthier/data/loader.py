@@ -55,6 +55,9 @@ class Loader:
         seed: decides the order.
         rank: which part of each global batch this is.
         world_size: how many parts there are.
+
+    Attributes:
+        rehearsed: a run that is only tried ends before this step; what is `ahead` ends there too.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Loader:
             "streaming": isinstance(rows, StreamRows),
         }
         self._state = LoaderState(fingerprint=rows.fingerprint, settings=settings)
+        self.rehearsed: int | None = None
         self._before: LoaderState | None = None  # the place of the newest batch
 
     @property
@@ -135,11 +139,12 @@ class Loader:
         place = self._before or self._state
         epoch, position, step = place.epoch, place.position, place.step
         seen = np.zeros(len(self._rows), bool)
-        while (limit := self._limit(epoch)) > 0 and (self._steps is None or step < self._steps) and not seen.all():
+        last = min((steps for steps in (self._steps, self.rehearsed) if steps is not None), default=None)
+        while (limit := self._limit(epoch)) > 0 and (last is None or step < last) and not seen.all():
             order = self._rows.order(self._seed, epoch, self._data.shuffle)
             ends = np.cumsum(self._rows.lengths[order]) if self._tokens is not None else None
             begin = position
-            while position < limit and (self._steps is None or step < self._steps):
+            while position < limit and (last is None or step < last):
                 position, step = self._end(position, limit, ends), step + 1
             seen[order[begin:position]] = True
             epoch, position = epoch + 1, 0

@@ -97,6 +97,14 @@ class Rows:
             left -= len(rows)
         return Rows(self._parts, self._weights, chosen, self.sight)
 
+    def some(self, numbers: np.ndarray) -> Rows:
+        """Those of these numbers alone, which rise; they are numbered anew."""
+        chosen = []
+        for rows, end in zip(self._chosen, self._ends, strict=True):
+            inside = numbers[(numbers >= end - len(rows)) & (numbers < end)]
+            chosen.append(rows[inside - (end - len(rows))])
+        return Rows(self._parts, None, chosen, self.sight)
+
     def held_out(self, fraction: float, seed: int) -> tuple[Rows, Rows]:
         """These rows in two parts without overlap: the ones to train on, and about `fraction` of them held out.
 

@@ -31,6 +31,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
         tempfile.TemporaryDirectory(prefix="luthier-dry-run-") as scratch,
         opened(config.model_copy(update={"output": Path(scratch), "report": silent}), "never") as run,
     ):
+        run.loader.rehearsed = STEPS  # a reference or a teacher is asked about no other rows
         seconds, tokens, losses = 0.0, 0, []
         for batch in islice(run.loader, STEPS):
             begin = time.perf_counter()

@@ -31,18 +31,19 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "teacher"
 _MARK = "of.json"
+_KNOWN = "rows.bin"
 _TYPES = {"teacher_ids": np.int32, "teacher_logprobs": np.float32}
 
 
 class Taught:
-    """The likeliest tokens of a teacher at each position of each training row, on disk.
+    """The likeliest tokens of a teacher at each position of the training rows that the run comes to, on disk.
 
     Args:
         run: whose rows; they are not streamed (`DistillConfig.check`).
         method: names the teacher and how many tokens.
-        load: loads the teacher; called where the files are not there, or are of other rows, or of a teacher that was
-            another than the one that is there now; if none is, what the last one said holds. All data ranks call this,
-            each fills in its part, and all see the directory.
+        load: loads the teacher; called where rows have not been asked about, or the files are of other rows, or of a
+            teacher that was another than the one that is there now; if none is, what the last one said holds. All data
+            ranks call this, each fills in its part, and all see the directory.
     """
 
     def __init__(self, run: Run, method: DistillConfig, load: Callable[[], Network]) -> None:
@@ -52,7 +53,7 @@ class Taught:
         shape = (int(self._ends[-1]), method.top_k)
         folder = run.directory.path / FOLDER
         mark, mesh = folder / _MARK, run.state.mesh
-        of, there = None, False
+        group = dist.group.WORLD if mesh is not None else None
         if run.state.is_main:  # the others may see the teacher's files with other times
             of = {
                 "rows": run.rows.fingerprint,
@@ -61,24 +62,30 @@ class Taught:
                 "teacher": identity_of(run.config, method),
             }
             there = _holds(mark, of)
-        there = tell(there, dist.group.WORLD if mesh is not None else None)
-        if not there:
-            if run.state.is_main:
+            if not there:
                 folder.mkdir(exist_ok=True)
                 mark.unlink(missing_ok=True)
                 for name in _TYPES:
                     _open(folder, name, "w+", shape)
-            if mesh is not None:
-                mesh.wait()
-            self._fill(run, method, load(), {name: _open(folder, name, "r+", shape) for name in _TYPES})
-            if mesh is not None:
-                mesh.wait()
-            if run.state.is_main:
+                np.memmap(folder / _KNOWN, dtype=np.bool_, mode="w+", shape=len(run.rows))
                 write_text(mark, json.dumps(of))
+        known = np.memmap(folder / _KNOWN, np.bool_, "r+", shape=len(run.rows)) if run.state.is_main else None
+        self._known: np.ndarray = tell(None if known is None else np.array(known), group)
+        wanted = run.loader.ahead()
+        missing = wanted[~self._known[wanted]]
+        if len(missing):
+            self._fill(run, method, load(), missing, {name: _open(folder, name, "r+", shape) for name in _TYPES})
+            if mesh is not None:
+                mesh.wait()
+            self._known[missing] = True
+            if known is not None:
+                known[missing] = True
+                known.flush()
         self._arrays = {name: _open(folder, name, "r", shape) for name in _TYPES}
 
     def beside(self, batch: Batch) -> Batch:
         """A microbatch with what the teacher says at its positions."""
+        assert all(self._known[row.number] for row in batch.rows if row.number >= 0), "the teacher was not asked"
         spans = [self._span(row.number) for row in batch.rows]
         width = next(iter(self._arrays.values())).shape[1]
         inputs: dict[str, torch.Tensor] = {}
@@ -91,19 +98,21 @@ class Taught:
         """Where a row's positions are; None for what only fills a microbatch."""
         return None if number < 0 else slice(int(self._ends[number - 1]) if number else 0, int(self._ends[number]))
 
-    def _fill(self, run: Run, method: DistillConfig, teacher: Network, arrays: dict[str, Any]) -> None:
+    def _fill(
+        self, run: Run, method: DistillConfig, teacher: Network, numbers: np.ndarray, arrays: dict[str, Any]
+    ) -> None:
         assert isinstance(run.rows, Rows)
         assert method.top_k is not None
         mesh = run.state.mesh
         ranks = {"rank": mesh.data_rank, "world_size": mesh.data_ranks} if mesh is not None else {}
         packing = run.config.data.packing and not teacher.packing_fault
-        done = 0
+        rows, done = run.rows.some(numbers), 0
         with stage("asking the teacher") as told:
-            for batch in iterate_once(run.rows, run.config.data.sequence_length, packing=packing, **ranks):
+            for batch in iterate_once(rows, run.config.data.sequence_length, packing=packing, **ranks):
                 found = dict(zip(_TYPES, likeliest(teacher, batch, method.top_k, method.temperature), strict=True))
                 start = 0
                 for row in batch.rows:
-                    span = self._span(row.number)
+                    span = self._span(int(numbers[row.number]) if row.number >= 0 else -1)
                     if span is None:
                         continue
                     size = span.stop - span.start
@@ -111,7 +120,7 @@ class Taught:
                         arrays[name][span] = values[start : start + size].cpu().numpy()
                     start += size
                     done += 1
-                told(done, len(run.rows))
+                told(done, len(rows))
         for array in arrays.values():
             array.flush()
 
