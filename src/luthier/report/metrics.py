@@ -18,8 +18,8 @@ METRICS: dict[str, Metric] = {
     "epoch": Metric("passes", "passes through the training rows so far"),
     "loss": Metric(
         "nats a token",
-        "sum of weighted token losses / sum of weights over this step's global batch; of pairs, labelled answers, scores "
-        "and grpo's answers what their method minimises, which is in no nats a token",
+        "sum of weighted token losses / sum of weights over this step's global batch; of pairs, labelled answers, "
+        "scores and grpo's answers what their method minimises, which is in no nats a token",
     ),
     "aux_loss": Metric("", "load-balancing loss of the experts over this step's global batch, before its coefficient"),
     "reward_chosen": Metric("", "mean reward of this step's preferred, or good, answers, before the step"),
