@@ -67,4 +67,4 @@ def take(state: TrainState, batches: list[Batch]) -> None:
     assert state.mesh is not None
     outputs = forward_backward_all(state, batches)
     loss = float(state.mesh.sum(torch.stack([output.loss for output in outputs]).sum()))
-    optim_step(state, loss=loss, max_gradient_norm=1.0)
+    optim_step(state, loss=loss, max_gradient_norm=None if state.in_backward is not None else 1.0)
