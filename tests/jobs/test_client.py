@@ -106,7 +106,7 @@ def test_what_a_config_leaves_out_comes_from_the_runtime(client):
     spec = dry(client, trainer=BuiltinTrainer(config))
     assert spec.config["optimizer"]["learning_rate"] == 3e-4  # that of adapters
     assert spec.config["train"] == {"tokens_per_step": 512, "epochs": 1}
-    assert spec.config["adapter"] == {"rank": 4}
+    assert spec.config["adapter"] == {"kind": "lora", "rank": 4}
     assert spec.recipe == "lora_finetune_single_device"
     bare = dry(client, trainer=BuiltinTrainer(LuthierConfig(adapter={})), exporter=ModelExporter("hf://a/b", "adapter"))
     assert (bare.config["adapter"], bare.config["optimizer"]["learning_rate"]) == ({}, 3e-4)
