@@ -109,7 +109,7 @@ def test_what_a_config_leaves_out_comes_from_the_runtime(client):
     assert spec.config["adapter"] == {"kind": "lora", "rank": 4}
     assert spec.recipe == "lora_finetune_single_device"
     bare = dry(client, trainer=BuiltinTrainer(LuthierConfig(adapter={})), exporter=ModelExporter("hf://a/b", "adapter"))
-    assert (bare.config["adapter"], bare.config["optimizer"]["learning_rate"]) == ({}, 3e-4)
+    assert (bare.config["adapter"], bare.config["optimizer"]["learning_rate"]) == ({"kind": "lora"}, 3e-4)
     assert bare.recipe == "lora_finetune_single_device"
     full = dry(client, trainer=BuiltinTrainer(LuthierConfig(adapter=None)))
     assert full.config["optimizer"]["learning_rate"] == 2e-5
