@@ -57,3 +57,21 @@ class CheckpointError(UserError):
 
 class NonFiniteError(UserError):
     """A loss or gradient that is NaN or infinite; names the step, the rows and the first tensor at fault."""
+
+
+RAISED_BY_CODE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    StopIteration,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What Python raises in code that a user brings along: a reward, a metric. It is told with the code's name; whatever
+else that code raises on purpose is its own affair."""

@@ -168,7 +168,12 @@ def _write_own(
         if value is not None and writers[entry.name] == rank_in(group) and failure is None:
             try:
                 file.write(entry.name, _as_filed(entry.name, value))
-            except Exception as error:  # others wait for what this rank holds, so it goes on giving
+            except (
+                OSError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+            ) as error:  # others wait for what this rank holds, so it goes on giving
                 failure = error
     file.close()
     if failure is not None:

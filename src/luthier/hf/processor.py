@@ -14,6 +14,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 from luthier.errors import ModelError
 from luthier.hf.kinds import sees
 from luthier.hf.quiet import quiet
+from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.sight import be_blind, give_sight, sight_of
 from luthier.hf.source import ModelSource, explain, fetch, load_config
 
@@ -53,7 +54,7 @@ def load_processor(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> P
     try:
         with quiet():
             loaded: Any = _load(source, tokenizer)
-    except Exception as error:
+    except (OSError, *RAISED_BY_MODELS) as error:
         raise explain(source, error, "the processor") from error
     if getattr(loaded, "image_processor", None) is None or getattr(loaded, "image_token", None) is None:
         raise ModelError(f"the processor of {source.name} reads no pictures by tags in the text", where="model")

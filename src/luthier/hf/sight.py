@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from luthier.hf.quiet import quiet
+from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.render import Encoder
 
 TAG = "<image>"
@@ -140,7 +142,7 @@ class Sight:
             probe: Any = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Zq7x"}]}]
             try:
                 text: Any = tokenizer.apply_chat_template(probe, tokenize=False)
-            except Exception:  # a template raises what it likes
+            except (TemplateError, *RAISED_BY_MODELS):
                 text = ""
             self._in_parts = str(text).count(self.tag) == 1 and "'type'" not in text
         return self._in_parts

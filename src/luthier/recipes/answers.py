@@ -15,7 +15,7 @@ import numpy as np
 from luthier.batch import Sample
 from luthier.config import GenerationConfig
 from luthier.data.loader import Rows
-from luthier.errors import DataError, UserError
+from luthier.errors import RAISED_BY_CODE, DataError, UserError
 from luthier.recipes.answer_metrics import Metric
 from luthier.recipes.generate import stops_of
 from luthier.report.progress import stage
@@ -122,7 +122,7 @@ def measured(
                 values.append(metric(answer, question.expected))
             except UserError:
                 raise
-            except Exception as error:  # of a function of the user's own
+            except RAISED_BY_CODE as error:
                 what = f"{name} fails at {question.origin}: {type(error).__name__}: {error}"
                 raise UserError(what, where="--metrics") from error
         found[name] = values

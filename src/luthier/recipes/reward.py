@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,26 +20,11 @@ from luthier.engine.step import forward_backward_all
 from luthier.hf.classifier import last_place, padding_of
 from luthier.losses.reward import bradley_terry
 from luthier.recipes.loop import finish, loop, noted, update
+from luthier.recipes.pairs import Compared
 from luthier.recipes.references import totals
 from luthier.recipes.run import Resume, Run, opened
 from luthier.recipes.setup import held_out_batches
 from luthier.report.progress import stage
-
-
-@dataclass(frozen=True, slots=True)
-class Ranked:
-    """What was measured on held-out pairs.
-
-    Attributes:
-        loss: mean over the pairs.
-        metrics: all columns, by name.
-    """
-
-    loss: float
-    metrics: dict[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"loss": self.loss, **self.metrics}
 
 
 def train(config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:
@@ -66,7 +51,7 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
     return {**update(run, taken, outputs), **_report(totals(run, _sums(torch.cat(found))))}
 
 
-def measure(run: Run) -> Ranked:
+def measure(run: Run) -> Compared:
     """Loss and scores of the held-out pairs now, noted in the run's course."""
     method, state = run.config.method, run.state
     assert isinstance(method, RewardConfig)
@@ -86,7 +71,7 @@ def measure(run: Run) -> Ranked:
     state.model.train(training)
     *sums, loss = totals(run, [*told, loss])
     loss /= max(sums[3], 1.0)
-    result = Ranked(loss, {"loss": loss, **_report(sums)})
+    result = Compared(loss, {"loss": loss, **_report(sums)})
     noted(run, result)
     return result
 

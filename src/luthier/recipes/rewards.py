@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from luthier.errors import ConfigError, DataError
+from luthier.errors import RAISED_BY_CODE, ConfigError, DataError
 
 Function = Callable[..., Any]
 _WHERE = "method.rewards"
@@ -52,7 +52,7 @@ def _module(place: str, name: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
-    except Exception as error:  # code of one's own raises what it likes
+    except RAISED_BY_CODE as error:
         what = f"{name!r} cannot be imported ({type(error).__name__}: {error})"
         raise ConfigError(what, where=_WHERE, remedy="relative paths start at the working directory") from error
 
@@ -93,7 +93,7 @@ def call_reward(
     rows = f"rows {', '.join(dict.fromkeys(origins))}"[:400]
     try:
         told = function(**arguments)
-    except Exception as error:  # code of one's own raises what it likes
+    except RAISED_BY_CODE as error:
         what = f"it raises {type(error).__name__}: {error} (of {rows})"
         raise DataError(what, where=where, remedy="mend the function; it is given every column by name") from error
     if isinstance(told, str | Mapping) or not hasattr(told, "__len__") or not hasattr(told, "__iter__"):
