@@ -35,15 +35,15 @@ def recipe_of(config: RunConfig) -> Recipe:
         case "dpo":
             from luthier.recipes import dpo
 
-            return dpo
+            return dpo.recipe
         case "orpo":
             from luthier.recipes import orpo
 
-            return orpo
+            return orpo.recipe
         case "simpo":
             from luthier.recipes import simpo
 
-            return simpo
+            return simpo.recipe
         case "kto":
             from luthier.recipes import kto
 

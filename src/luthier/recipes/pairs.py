@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from luthier.batch import NO_TOKEN, Batch
+from luthier.config import RunConfig
 from luthier.data.loader import StepBatch
 from luthier.engine.state import TrainState
 from luthier.engine.step import ForwardBackward, forward_backward_all
 from luthier.losses.preference import document_sums
-from luthier.recipes.loop import noted, update
+from luthier.recipes.loop import finish, loop, noted, update
 from luthier.recipes.references import (
     apart,
     held_out_reference,
@@ -26,7 +27,7 @@ from luthier.recipes.references import (
     totals,
     with_reference,
 )
-from luthier.recipes.run import Run
+from luthier.recipes.run import Resume, Run, opened
 
 ANSWERS = "answers"
 """Input of a batch: weights of the tokens of answers, where `weights` counts more than them."""
@@ -77,6 +78,31 @@ class Objective:
     needs_reference: bool = False
     cross_entropy: float = 0.0
     train_on_prompt: bool = False
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A recipe that trains on pairs, whatever it minimises.
+
+    Attributes:
+        objective: of a config.
+    """
+
+    objective: Callable[[RunConfig], Objective]
+
+    def train(self, config: RunConfig, *, resume: Resume = "auto") -> dict[str, Any]:
+        """Run a config to its end, or go on with it; as of `sft.train`."""
+        with opened(config, resume) as run:
+            loop(run, self.take_step, self.measure)
+            return finish(run)
+
+    def take_step(self, run: Run, batch: StepBatch) -> dict[str, float]:
+        """One optimizer step on one global batch of pairs."""
+        return take_step(run, batch, self.objective(run.config))
+
+    def measure(self, run: Run) -> Compared:
+        """Loss and rewards of the held-out pairs now."""
+        return measure(run, self.objective(run.config))
 
 
 @dataclass(frozen=True, slots=True)
