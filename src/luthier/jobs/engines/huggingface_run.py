@@ -92,13 +92,14 @@ def train(config: RunConfig) -> int:
     adapter = None
     if config.adapter is not None and config.adapter.kind == "lora":  # others were refused
         alpha: Any = config.adapter.alpha or 2 * config.adapter.rank  # PEFT says int, and divides
+        init: Any = True if config.adapter.init == "default" else config.adapter.init  # PEFT names them one by one
         adapter = LoraConfig(
             r=config.adapter.rank,
             lora_alpha=alpha,
             lora_dropout=config.adapter.dropout,
             use_rslora=config.adapter.rslora,
             use_dora=config.adapter.dora,
-            init_lora_weights=True if config.adapter.init == "default" else config.adapter.init,  # type: ignore[arg-type]
+            init_lora_weights=init,
             target_modules=targets(config.adapter),
             modules_to_save=list(config.adapter.train_modules) or None,
             task_type="CAUSAL_LM",
