@@ -10,6 +10,7 @@ from luthier.losses.cross_entropy import (
     chunked_logprobs,
     cross_entropy_from_logits,
     streamed_cross_entropy,
+    streamed_logprobs,
 )
 
 VOCABULARY, HIDDEN = 97, 16
@@ -203,6 +204,39 @@ def test_chunked_logprobs_have_all_gradients(chunk: int) -> None:
     assert error(logprobs, want_logprobs) < 1e-12
     for leaf, gradient in zip([hidden, weight, bias], want, strict=True):
         assert error(leaf.grad, gradient) < 1e-12
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["head trains", "head is frozen"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("scale", "soft_cap"), [(1.0, None), (0.5, 3.0)])
+@pytest.mark.parametrize("chunk", [4, 512])
+def test_streamed_logprobs_have_all_gradients(
+    chunk: int, scale: float, soft_cap: float | None, dtype: torch.dtype, bound: float, trains: bool
+) -> None:
+    hidden, weight, bias, targets, coefficients = make(11, dtype)
+    weight.requires_grad_(trains)
+    bias.requires_grad_(trains)
+    how = {"bias": bias, "scale": scale, "soft_cap": soft_cap, "chunk": chunk, "tile": 32}
+    logprobs = streamed_logprobs(hidden, weight, targets, **how)
+    (-(coefficients * logprobs).sum()).backward()
+    _, want_logprobs, want = oracle(hidden, weight, bias, targets, coefficients, scale, soft_cap)
+    assert error(logprobs, want_logprobs) < bound
+    for leaf, gradient in zip([hidden, weight, bias] if trains else [hidden], want, strict=False):
+        assert error(leaf.grad, gradient) < bound
+    if not trains:
+        assert weight.grad is None
+    with torch.no_grad():
+        assert torch.equal(streamed_logprobs(hidden, weight, targets, **how), logprobs)
+
+
+def test_streamed_logprobs_of_nothing() -> None:
+    for trains in (True, False):
+        hidden, weight, _, targets, _ = make(0, torch.float32)
+        logprobs = streamed_logprobs(hidden, weight.requires_grad_(trains), targets)
+        assert logprobs.shape == (0,)
+        logprobs.sum().backward()
+        assert hidden.grad is not None
+        assert (weight.grad is None) or not weight.grad.any()
 
 
 def test_chunked_logprobs_of_nothing() -> None:

@@ -8,6 +8,7 @@ Under tensor parallelism each rank has the logits of its own tokens, and only su
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from luthier.losses.cross_entropy import (
     chunked_logprobs,
     cross_entropy_from_logits,
     streamed_cross_entropy,
+    streamed_logprobs,
 )
 from luthier.losses.vocabulary_parallel import vocabulary_parallel_cross_entropy
 from luthier.parallel.tensor import local, vocabulary_shard
@@ -55,7 +57,11 @@ class Head:
         if temperature == 1.0:
             return self
         other = copy.copy(self)
-        other._linear, other._temperature = None, temperature
+        other._temperature = temperature
+        if other._linear is not None and other._linear.softcap is None:
+            other._linear = replace(other._linear, scale=other._linear.scale / temperature)
+        else:  # a cap comes before the temperature
+            other._linear = None
         return other
 
     @property
@@ -80,16 +86,7 @@ class Head:
         if self._linear is None:
             one = None if shard is None else shard.logprobs
             return cross_entropy_from_logits(self._logits, hidden, targets, coefficients, self._logits_chunk, one)
-        weight, bias = local(self._linear.weight), self._linear.bias
-        hidden = hidden.to(
-            weight.dtype
-        )  # a head may be kept in fp32: it works in its own dtype, as the model's forward
-        how: dict[str, Any] = {
-            "bias": None if bias is None else local(bias),
-            "scale": self._linear.scale,
-            "soft_cap": self._linear.softcap,
-            "chunk": self._chunk,
-        }
+        hidden, weight, how = self._streamed(hidden, self._linear)
         if shard is not None:
             loss, found = vocabulary_parallel_cross_entropy(hidden, weight, targets, coefficients, shard, **how)
         else:
@@ -97,7 +94,7 @@ class Head:
         return loss, found.to(self.dtype)
 
     def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities whose logits are made again in the backward pass.
+        """Log-probabilities, for a loss that says later how much each counts.
 
         Args:
             hidden: [n, hidden].
@@ -107,6 +104,9 @@ class Head:
             of the targets' shape.
         """
         shard = vocabulary_shard(self._model)
+        if self._linear is not None and shard is None and targets.dim() == 1:
+            hidden, weight, how = self._streamed(hidden, self._linear)
+            return streamed_logprobs(hidden, weight, targets, **how).to(self.dtype)
         one = None if shard is None else shard.logprobs
         return chunked_logprobs(self._logits, hidden, targets, self._logits_chunk, one)
 
@@ -126,6 +126,17 @@ class Head:
         """
         places = torch.arange(len(hidden), device=hidden.device)
         return cross_entropy_from_logits(self._logits, hidden, places, coefficients, self._logits_chunk, score)
+
+    def _streamed(self, hidden: torch.Tensor, linear: HeadInfo) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """What streaming over the vocabulary takes: hidden states, the weight, all else of the head by name."""
+        weight, bias = local(linear.weight), linear.bias
+        how = {
+            "bias": None if bias is None else local(bias),
+            "scale": linear.scale,
+            "soft_cap": linear.softcap,
+            "chunk": self._chunk,
+        }
+        return hidden.to(weight.dtype), weight, how  # a head kept in fp32 works in fp32, as in the model's own forward
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, vocabulary], or to this rank's part of it, by the model's own forward."""

@@ -202,7 +202,7 @@ def _score(
         if all_logprobs:
             full = _told(state, hidden, row, full)
         return summed(state, value), whole(state, full, batch)
-    # The coefficients come later, from the loss: the head keeps nothing and computes again in the backward pass.
+    # The coefficients come later, from the loss.
     logprobs = state.head.logprobs(picked, targets)
     full = _scatter(logprobs.where(weights[chosen] != 0, 0.0 * logprobs), chosen, row.tokens)
     counting = whole(state, full, batch)

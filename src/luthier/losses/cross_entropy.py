@@ -4,7 +4,8 @@
 | --- | --- | --- |
 | known | linear (scale, cap, bias) | `streamed_cross_entropy`: one pass over the vocabulary, gradient on the way |
 | known | anything | `cross_entropy_from_logits`: chunks of logits, gradient on the way |
-| known later (DPO, policy losses) | anything | `chunked_logprobs`: chunks of logits, made again in the backward |
+| known later (DPO, policy losses) | linear | `streamed_logprobs`: one pass for a frozen head, two for one that trains |
+| known later | anything | `chunked_logprobs`: chunks of logits, made again in the backward |
 
 Positions of coefficient 0 never reach the head. Log-probabilities, the target's logit and the sums of the softmax are
 in fp32, or float64 for float64. Of a linear bf16 head the exponentials of the other tokens are bf16, as its logits are:
@@ -75,27 +76,130 @@ def streamed_cross_entropy(
         head = LinearHead(weight.detach(), None if bias is None else bias.detach(), scale, soft_cap)
         rows = coefficients.nonzero()[:, 0]
         chosen, chosen_targets, factors = hidden[rows], targets[rows], coefficients[rows]
-        chosen_gradient = torch.empty_like(chosen) if wants[0] else None
-        make = torch.empty_like if len(rows) else torch.zeros_like
-        weight_gradient = make(head.weight) if wants[1] else None
-        bias_gradient = make(head.bias) if head.bias is not None and wants[2] else None
-        if any(wants[1:]):
-            chunk = min(chunk, max(64, _KEPT_BYTES // (len(weight) * weight.element_size())))
+        gradients: list[torch.Tensor | None] = [torch.empty_like(chosen) if wants[0] else None]
+        gradients += _weight_gradients(head, len(rows), wants[1:])
         found = torch.zeros(len(targets), dtype=wide_dtype(hidden), device=hidden.device)
-        width = tile or (_TILE_CPU if hidden.device.type == "cpu" else _TILE_DEVICE)
-        for start in range(0, len(rows), chunk):
-            here = slice(start, start + chunk)
-            part = None if chosen_gradient is None else chosen_gradient[here]
-            buffers = Gradients(part, weight_gradient, bias_gradient, add=start > 0) if any(wants) else None
-            found[rows[here]] = stream(chosen[here], head, chosen_targets[here], factors[here], buffers, width)
+        found[rows] = _pass(chosen, head, chosen_targets, factors, gradients, chunk, tile)
         loss = -exact_sum(coefficients, found)
         if not any(wants):
             return loss, found
-        hidden_gradient = None
-        if chosen_gradient is not None:
-            hidden_gradient = torch.zeros_like(hidden).index_copy_(0, rows, chosen_gradient)
-    gradients = [hidden_gradient, weight_gradient, bias_gradient][: len(inputs)]
+        if gradients[0] is not None:
+            gradients[0] = torch.zeros_like(hidden).index_copy_(0, rows, gradients[0])
     return with_gradients(loss, inputs, gradients), found
+
+
+def streamed_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    chunk: int = DEFAULT_CHUNK,
+    tile: int | None = None,
+) -> torch.Tensor:
+    """Log-probabilities of the targets for a linear head, for a loss that says later how much each counts.
+
+    How a log-probability depends on its own hidden state is known when it is: a frozen head needs no second pass.
+
+    Args:
+        hidden: [n, hidden]; n may be 0.
+        weight: [vocabulary, hidden], in the dtype of hidden.
+        targets: int64 [n].
+        bias, scale, soft_cap, chunk, tile: as of `streamed_cross_entropy`.
+
+    Returns:
+        [n] in fp32 (float64 for float64), with gradients for hidden, weight and bias.
+    """
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        return cast(torch.Tensor, _Logprobs.apply(hidden, weight, bias, targets, scale, soft_cap, chunk, tile))
+    with torch.no_grad():
+        head = LinearHead(weight, bias, scale, soft_cap)
+        return _pass(hidden, head, targets, _ones(targets, hidden), [], chunk, tile)
+
+
+class _Logprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        scale: float,
+        soft_cap: float | None,
+        chunk: int,
+        tile: int | None,
+    ) -> torch.Tensor:
+        ctx.how = scale, soft_cap, chunk, tile
+        ctx.frozen = not any(ctx.needs_input_grad[1:3])
+        slopes = None
+        if ctx.frozen and ctx.needs_input_grad[0]:  # wide: they are rounded once, when it is known how much they count
+            slopes = torch.empty(hidden.shape, dtype=wide_dtype(hidden), device=hidden.device)
+        found = _pass(
+            hidden,
+            LinearHead(weight, bias, scale, soft_cap),
+            targets,
+            -_ones(targets, hidden),
+            [slopes, None, None],
+            chunk,
+            tile,
+        )
+        ctx.narrow = hidden.dtype
+        ctx.save_for_backward(*([slopes] if ctx.frozen else [hidden, weight, bias, targets]))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        nothing = (None,) * 5
+        if ctx.frozen:
+            (slopes,) = ctx.saved_tensors
+            return (slopes * gradients[0][:, None]).to(ctx.narrow), None, None, *nothing
+        hidden, weight, bias, targets = ctx.saved_tensors
+        scale, soft_cap, chunk, tile = ctx.how
+        head = LinearHead(weight, bias, scale, soft_cap)
+        sums: list[torch.Tensor | None] = [torch.empty_like(hidden) if ctx.needs_input_grad[0] else None]
+        sums += _weight_gradients(head, len(hidden), ctx.needs_input_grad[1:3])
+        _pass(hidden, head, targets, -gradients[0], sums, chunk, tile)
+        return *sums, *nothing
+
+
+def _ones(targets: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(targets, dtype=wide_dtype(hidden))
+
+
+def _weight_gradients(head: LinearHead, count: int, wants: Sequence[bool]) -> list[torch.Tensor | None]:
+    """Room for the gradients of weight and bias, as far as wanted; it is overwritten where there are positions."""
+    make = torch.empty_like if count else torch.zeros_like
+    tensors = (head.weight, head.bias)[: len(wants)]
+    return [make(one) if want and one is not None else None for one, want in zip(tensors, wants, strict=True)]
+
+
+def _pass(
+    hidden: torch.Tensor,
+    head: LinearHead,
+    targets: torch.Tensor,
+    coefficients: torch.Tensor,
+    gradients: Sequence[torch.Tensor | None],
+    chunk: int,
+    tile: int | None,
+) -> torch.Tensor:
+    """Log-probabilities [n] of all positions, and into `gradients`, of hidden, weight and bias as far as there, those
+    of the sum of coefficient * -log p."""
+    of_hidden, of_weight, of_bias = [*gradients, None, None, None][:3]
+    if of_weight is not None or of_bias is not None:
+        chunk = min(chunk, max(64, _KEPT_BYTES // (len(head.weight) * head.weight.element_size())))
+    found = torch.zeros(len(targets), dtype=wide_dtype(hidden), device=hidden.device)
+    width = tile or (_TILE_CPU if hidden.device.type == "cpu" else _TILE_DEVICE)
+    wanted = any(gradient is not None for gradient in gradients)
+    for start in range(0, len(targets), chunk):
+        here = slice(start, start + chunk)
+        part = None if of_hidden is None else of_hidden[here]
+        buffers = Gradients(part, of_weight, of_bias, add=start > 0) if wanted else None
+        found[here] = stream(hidden[here], head, targets[here], coefficients[here], buffers, width)
+    return found
 
 
 def cross_entropy_from_logits(

@@ -66,7 +66,7 @@ class Gradients:
     """What the pass fills in; None = not wanted.
 
     Attributes:
-        hidden: [n, hidden], in the dtype of hidden.
+        hidden: [n, hidden], in any dtype.
         weight: [vocabulary, hidden], in the dtype of the weight.
         bias: [vocabulary].
         add: whether weight and bias hold the sum of earlier chunks; if not, they are overwritten and may be empty.
