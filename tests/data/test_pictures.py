@@ -341,3 +341,12 @@ def test_what_cannot_be_fetched_is_named(server: tuple[str, list[str]], name: st
         read(file, allow_urls=True)
     assert caught.value.where == f"{file}:2"
     assert re.search(r"image 1 \(", caught.value.what)
+
+
+def test_a_file_that_trickles_is_given_up(
+    server: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("luthier.data.fetch.IN_ALL", 0)
+    file = write(tmp_path, [{"images": [f"{server[0]}/dot.png"], "messages": TALK}])
+    with pytest.raises(DataError, match="it takes over 0 seconds"):
+        read(file, allow_urls=True)

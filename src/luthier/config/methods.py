@@ -62,7 +62,7 @@ class OrpoConfig(_SharedPrompts):
     beta: PositiveFloat = 0.1
     """Weight of the odds ratio beside the cross-entropy of the chosen answer (lambda in the paper)."""
     train_on_prompt: bool = False
-    """Count the prompt in the cross-entropy too, as TRL does."""
+    """Count the prompt in the cross-entropy too, as TRL does; held-out rows are measured by answers alone."""
 
 
 class SimpoConfig(_SharedPrompts):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 import urllib.error
 import urllib.request
 from http.client import HTTPException
 
 from luthier.data.report import BadRow
 
-SECONDS, MOST = 30, 64 * 1024**2
+SECONDS, IN_ALL, MOST = 30, 120, 64 * 1024**2
+"""Seconds that a server may be silent, and that a file may take; bytes."""
 
 
 def fetch(url: str, what: str) -> bytes:
@@ -23,9 +25,13 @@ def fetch(url: str, what: str) -> bytes:
     """
     if not url.lower().startswith(("http://", "https://")):
         raise BadRow(f"{what} ({url}) is at no address of http or https", reason="an image that cannot be fetched")
+    begin, data = time.monotonic(), bytearray()
     try:
         with _opener().open(url, timeout=SECONDS) as answer:
-            data: bytes = answer.read(MOST + 1)
+            while len(data) <= MOST and (piece := answer.read1(1 << 20)):
+                data += piece
+                if time.monotonic() - begin > IN_ALL:
+                    raise TimeoutError(f"it takes over {IN_ALL} seconds")
     except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         why = f"{what} ({url}) cannot be fetched ({reason})"
@@ -33,7 +39,7 @@ def fetch(url: str, what: str) -> bytes:
     if len(data) > MOST:
         what = f"{what} ({url}) is larger than {MOST // 1024**2} MiB"
         raise BadRow(what, reason="an image that cannot be fetched")
-    return data
+    return bytes(data)
 
 
 def _opener() -> urllib.request.OpenerDirector:
