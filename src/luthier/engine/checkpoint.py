@@ -42,7 +42,7 @@ from luthier.engine.state import Counters, TrainState
 from luthier.errors import CheckpointError, first_line
 from luthier.hf.together import Group, rank_in, tell, together, told_once
 from luthier.parallel.layout import Layout
-from luthier.parallel.mesh import Mesh
+from luthier.parallel.mesh import Mesh, spare_group
 
 _COMMITTED = re.compile(r"step-(\d{6,})")
 _WRITING = ".writing-"
@@ -318,7 +318,7 @@ class Checkpointer:
     def _own_group(self, state: TrainState) -> Group | None:
         """Ranks that write together; not training's own group, since writing goes on beside training."""
         if state.mesh is not None and self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            self._group = spare_group(_PATIENCE)
         return self._group
 
     def _write_aside(

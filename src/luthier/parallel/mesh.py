@@ -6,6 +6,10 @@ talk most, are neighbours. Experts look at the same ranks as pp, dp_replicate, e
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,27 +36,21 @@ class Mesh:
         assert dist.get_world_size() == layout.ranks, f"{layout} on {dist.get_world_size()} ranks"
         self.layout, self.device = layout, device
         self.rank = dist.get_rank()
-        kind, size = device.type, layout
-        dense = init_device_mesh(
-            kind,
-            (size.pp, size.dp_replicate, size.fsdp, size.tp),
-            mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
-        )
-        self.tp = dense["tp"] if size.tp > 1 else None
-        self.pp = dense["pp"] if size.pp > 1 else None
-        self.fsdp = _sharding(dense, size.dp_replicate, size.fsdp, "fsdp")
+        size = layout
+        copies = {"dp_replicate": size.dp_replicate}
+        # FSDP takes two dimensions where there are copies, be it that each is one rank's.
+        whole = ("fsdp",) if size.dp_replicate > 1 else ()
+        dense = _mesh(device.type, {"pp": size.pp, **copies, "fsdp": size.fsdp, "tp": size.tp}, whole)
+        self.tp, self.pp = _along(dense, "tp"), _along(dense, "pp")
+        self.fsdp = _along(dense, "dp_replicate", "fsdp")
+        rows = _mesh(device.type, {"pp": size.pp, "data": size.data_ranks, "cp": size.cp, "tp": size.tp})
+        self.cp, self._data = _along(rows, "cp"), _along(rows, "data")
         self.ep = self.efsdp = None
-        rows = init_device_mesh(
-            kind, (size.pp, size.data_ranks, size.cp, size.tp), mesh_dim_names=("pp", "data", "cp", "tp")
-        )
-        self.cp = rows["cp"] if size.cp > 1 else None
-        self._data = rows["data"]
         if size.ep > 1:
-            names = ("pp", "dp_replicate", "efsdp", "ep")
-            experts = init_device_mesh(kind, (size.pp, size.dp_replicate, size.efsdp, size.ep), mesh_dim_names=names)
-            self.ep = experts["ep"]
-            # Of one rank too: it tells FSDP that these weights are none of the other mesh's.
-            self.efsdp = _sharding(experts, size.dp_replicate, size.efsdp, "efsdp") or experts["efsdp"]
+            # efsdp of one rank too: it tells FSDP that these weights are none of the other mesh's.
+            sharded = {"pp": size.pp, **copies, "efsdp": size.efsdp, "ep": size.ep}
+            experts = _mesh(device.type, sharded, ("efsdp",))
+            self.ep, self.efsdp = _along(experts, "ep"), _along(experts, "dp_replicate", "efsdp")
         within = self.rank % (size.ranks // size.pp)  # place in the stage
         self.data_rank = within // (size.cp * size.tp)
         self.data_ranks = size.data_ranks
@@ -70,7 +68,8 @@ class Mesh:
             value: any shape, on the mesh's device; not changed.
         """
         total = value.detach().clone()
-        dist.all_reduce(total, group=self._data.get_group())
+        if self._data is not None:
+            dist.all_reduce(total, group=self._data.get_group())
         return total
 
     @property
@@ -83,7 +82,45 @@ class Mesh:
         dist.barrier()
 
 
-def _sharding(mesh: DeviceMesh, replicas: int, shards: int, name: str) -> DeviceMesh | None:
-    if replicas > 1:
-        return mesh["dp_replicate", name]
-    return mesh[name] if shards > 1 else None
+def spare_group(patience: timedelta) -> dist.ProcessGroup:
+    """A second group of all ranks, on gloo, for what goes on beside training. One thing at a time: all who ask get the
+    same. All ranks call it.
+
+    Args:
+        patience: how long ranks wait for each other.
+    """
+    return cast(dist.ProcessGroup, _once(("spare",), lambda: dist.new_group(backend="gloo", timeout=patience)))
+
+
+def _mesh(kind: str, degrees: dict[str, int], always: Sequence[str] = ()) -> DeviceMesh | None:
+    """The world's ranks in as many dimensions as there are degrees above 1, or to be there always; all ranks call it.
+    None for a single rank."""
+    there = {name: degree for name, degree in degrees.items() if degree > 1 or name in always}
+    if not there:
+        return None
+    names, shape = tuple(there), tuple(there.values())
+    return cast(DeviceMesh, _once((kind, names, shape), lambda: init_device_mesh(kind, shape, mesh_dim_names=names)))
+
+
+_made: dict[Any, Any] = {}
+
+
+def _once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """What was made for a key in this process group, or is now.
+
+    A group's threads, which never quite rest, and on a GPU its memory, are there for as long as the process group is:
+    runs that follow one another use the same.
+    """
+    world = dist.group.WORLD
+    if _made.get("world") is not world:
+        _made.clear()
+        _made["world"] = world
+    if key not in _made:
+        _made[key] = make()
+    return _made[key]
+
+
+def _along(mesh: DeviceMesh | None, *names: str) -> DeviceMesh | None:
+    """The part of a mesh in the dimensions of these names that it has; None where it has none of them."""
+    there = tuple(name for name in names if mesh is not None and name in (mesh.mesh_dim_names or ()))
+    return mesh[there] if mesh is not None and there else None

@@ -46,7 +46,7 @@ class Bucket:
 
     def _connect(self) -> Any:
         module, extra = EXTRAS[self.place.scheme]
-        # Otherwise gcsfs asks over gRPC what kind of bucket it is, for a minute where the server does not speak that.
+        # Spares the import of gRPC, where nobody else has imported gcsfs before.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         try:
             library = importlib.import_module(module)
@@ -69,7 +69,8 @@ class Bucket:
             token = importlib.import_module("google.oauth2.credentials").Credentials(access.token)
         elif access.endpoint is not None:
             token = "anon"  # an emulator, or a server that speaks like Google's and knows none of its accounts
-        return library.GCSFileSystem(
+        # Not gcsfs.GCSFileSystem, which may ask over gRPC what kind of bucket it is: without an answer, a minute or for ever.
+        return library.core.GCSFileSystem(
             token=token, endpoint_url=access.endpoint, skip_instance_cache=True, use_listings_cache=False
         )
 
