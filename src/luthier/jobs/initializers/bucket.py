@@ -69,7 +69,7 @@ class Bucket:
             token = importlib.import_module("google.oauth2.credentials").Credentials(access.token)
         elif access.endpoint is not None:
             token = "anon"  # an emulator, or a server that speaks like Google's and knows none of its accounts
-        # Not gcsfs.GCSFileSystem, which may ask over gRPC what kind of bucket it is: without an answer, a minute or for ever.
+        # Not gcsfs.GCSFileSystem, which may ask over gRPC what kind of bucket it is, for a minute or for ever.
         return library.core.GCSFileSystem(
             token=token, endpoint_url=access.endpoint, skip_instance_cache=True, use_listings_cache=False
         )
