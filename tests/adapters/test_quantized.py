@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import peft
 import pytest
 import torch
 from bitsandbytes import functional as bnb
-from peft.utils import loftq_utils
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -30,6 +28,7 @@ from luthier.recipes.export import export
 from luthier.recipes.setup import inference_network
 from luthier.recipes.sft import train
 from tests.adapters.models import PEFT_WARNINGS, disturb, logits, loss, relative, tiny
+from tests.oracles.quantised import pefts_loftq
 
 pytestmark = list(PEFT_WARNINGS)
 
@@ -142,15 +141,18 @@ def test_gradients_equal_pefts_beside_the_same_weights(
     assert {name: worst for name in left if (worst := relative(left[name], right[name])) > bound} == {}
 
 
-def test_the_weights_are_transformers_own_quantisation(tmp_path: Path) -> None:
-    path = saved("llama", tmp_path)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_weights_are_transformers_own_quantisation(kind: str, tmp_path: Path) -> None:
+    path = saved(kind, tmp_path)
     ours = network(path, "fp32").model
     theirs = AutoModelForCausalLM.from_pretrained(path, quantization_config=qlora(), dtype=torch.float32)
-    for name, module in theirs.named_modules():
-        if type(module).__name__ == "Linear4bit":
-            weight = ours.get_parameter(f"{name}.weight")
-            assert torch.equal(weight.codes, module.weight.data.view(-1))
-            assert torch.equal(nf4.dense(weight), bnb.dequantize_4bit(module.weight.data, module.weight.quant_state))
+    packed = {name: module.weight for name, module in theirs.named_modules() if type(module).__name__ == "Linear4bit"}
+    assert len(packed) == {"llama": 14, "gpt2": 8}[kind]
+    for name, theirs_packed in packed.items():
+        weight = ours.get_parameter(f"{name}.weight")
+        made = bnb.dequantize_4bit(theirs_packed.data, theirs_packed.quant_state)
+        assert torch.equal(weight.codes, theirs_packed.data.view(-1))
+        assert torch.equal(nf4.dense(weight), made.t() if kind == "gpt2" else made)
 
 
 def qlora() -> BitsAndBytesConfig:
@@ -315,14 +317,6 @@ def test_a_quantised_network_answers(tmp_path: Path) -> None:
             with torch.no_grad():
                 expected.append(int(ours(torch.tensor([expected]), use_cache=False).logits[0, -1].argmax()))
         assert list(result.tokens) == expected[len(prompt) :]
-
-
-def pefts_loftq() -> Any:
-    """PEFT's own function, which names the GPU; the word is changed, and nothing else."""
-    source = inspect.getsource(loftq_utils.loftq_init).replace('"cuda"', '"cpu"')
-    place = dict(vars(loftq_utils))
-    exec(source, place)
-    return place["loftq_init"]
 
 
 @pytest.mark.parametrize(("init", "rounds"), [("loftq", 1), ("loftq_iter_4", 4)])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +17,7 @@ from luthier.adapters import Merging
 from luthier.config import LoraConfig
 from luthier.engine.build import build_network
 from luthier.engine.identity import model_digest
+from luthier.engine.step import forward_backward_all
 from luthier.errors import ConfigError
 from luthier.hf import nf4
 from luthier.hf.nf4 import Nf4Weight
@@ -24,8 +26,9 @@ from luthier.hf.source import resolve
 from luthier.hf.tiny import debug_config
 from tests.adapters.models import PEFT_WARNINGS
 from tests.oracles.plain import Reference, gradient_error, save_strong
+from tests.oracles.quantised import dequantised
 from tests.oracles.rows import documents
-from tests.parallel.cases import adapted_reference, measure, ready, whole
+from tests.parallel.cases import adapted_reference, measure, microbatches, ready, whole
 
 pytestmark = list(PEFT_WARNINGS)
 
@@ -110,6 +113,42 @@ def test_each_rank_holds_its_part_and_an_export_is_that_of_one_process(
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def kept_by_fsdp(path: Path) -> set[str]:
+    """Classes of what FSDP keeps of parts that are quantised, after a step."""
+    state = ready(path, {"dp_shard": 2}, adapter=LORA)
+    assert state.mesh is not None
+    forward_backward_all(state, microbatches(documents(), state.mesh.data_rank, state.mesh.data_ranks))
+    groups = [
+        group
+        for module in state.model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
+    parameters = [parameter for group in groups for parameter in group.fsdp_params]
+    packed = [p for p in parameters if isinstance(p._sharded_local_tensor, Nf4Weight)]
+    return {type(p._sharded_param_data).__name__ for p in packed}
+
+
+def test_no_rank_keeps_its_part_as_plain_numbers(world: Any, base: Path) -> None:
+    assert world(2).run(kept_by_fsdp, base) == [{"Nf4Weight"}, {"Nf4Weight"}]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, {"tp": 2, "dp_shard": 2}], ids=str)
+@pytest.mark.parametrize("double", [True, False])
+def test_transposed_layers_are_quantised_along_their_inputs(
+    world: Any, layout: dict[str, int], double: bool, tmp_path: Path
+) -> None:
+    path = save_strong(debug_config("gpt2", layers=2, n_embd=256), tmp_path / "base")
+    dense = dequantised(path, tmp_path / "dense", double=double)
+    expected = adapted_reference(dense, ["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True)
+    lora = LORA.model_copy(update={"double_quantize": double})
+    together: dict[str, torch.Tensor] = {}
+    for result in world(math.prod(layout.values())).run(measure, path, layout, documents(), lora=lora):
+        assert result["loss"] == pytest.approx(expected.loss, rel=1e-10)
+        together |= result["gradients"]
+    assert gradient_error(together, expected.gradients) < 1e-10
 
 
 def refused(layout: dict[str, int]) -> str:

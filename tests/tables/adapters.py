@@ -12,6 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from luthier.hf.source import resolve
 from luthier.hf.tiny import debug_config
 from luthier.verify.reference import widening
 from tests.oracles.plain import gradient_error, plain_model, save_strong, weighted_sum
+from tests.oracles.quantised import dequantised
 from tests.oracles.rows import documents
 from tests.parallel.cases import measure, microbatches
 from tests.world import RankError, World, worlds
@@ -86,8 +88,9 @@ class Method:
         return Config.validate_python({**self.ours, **fields})
 
     def from_files(self, directory: Path) -> Any:
-        """Our config of the adapter in PEFT's files."""
-        return Config.validate_python({"kind": self.ours.get("kind", "lora"), "start_from": str(directory)})
+        """Our config of the adapter in PEFT's files; how the base is quantised no file says."""
+        base = {key: self.ours[key] for key in ("quantize", "double_quantize") if key in self.ours}
+        return Config.validate_python({"kind": self.ours.get("kind", "lora"), "start_from": str(directory), **base})
 
 
 TOKENS = NewTokens((5, 200))
@@ -97,6 +100,10 @@ TAKING = (
     "PEFT factorises in float32 alone, so forward and loads are compared to that; the others in float64. Gradients: "
     "from PEFT's first values. Saves: our files on the base as it was. Loads: PEFT's, converted for it."
 )
+QUANTISED = "PEFT beside plain weights that bitsandbytes made of its own NF4 codes."
+BEGUN = f"{QUANTISED} It factorises in float32 alone, so forward is compared to that; gradients: from its first values."
+SHARED = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+"""Of a llama whose matrices two ranks can share in whole blocks of 64."""
 METHODS = [
     Method(
         "LoRA",
@@ -175,6 +182,51 @@ METHODS = [
         note=TAKING,
     ),
     Method(
+        "QLoRA",
+        {"rank": 3, "alpha": 6, "target": ["attn", "mlp"], "quantize": "nf4"},
+        peft.LoraConfig(r=3, lora_alpha=6, target_modules=LINEAR),
+        changes=BIASED | SHARED,
+        note=QUANTISED,
+    ),
+    Method(
+        "QLoRA, GPT-2's layers",
+        {"rank": 3, "alpha": 6, "target": ["attn", "mlp"], "quantize": "nf4"},
+        peft.LoraConfig(r=3, lora_alpha=6, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True),
+        "gpt2",
+        changes={"n_embd": 128},
+        note=QUANTISED,
+    ),
+    Method(
+        "QLoRA with DoRA",
+        {"rank": 3, "alpha": 6, "target": ["attn", "mlp"], "dora": True, "quantize": "nf4"},
+        peft.LoraConfig(r=3, lora_alpha=6, target_modules=LINEAR, use_dora=True),
+        changes=BIASED | SHARED,
+        note=QUANTISED,
+    ),
+    Method(
+        "LoftQ",
+        {
+            "rank": 3,
+            "alpha": 3,  # PEFT's first values are for a scale of 1
+            "target": ["attn", "mlp"],
+            "quantize": "nf4",
+            "double_quantize": False,
+            "init": "loftq",
+        },
+        peft.LoraConfig(
+            r=3,
+            lora_alpha=3,
+            target_modules=LINEAR,
+            init_lora_weights="loftq",
+            loftq_config=peft.LoftQConfig(loftq_bits=4, loftq_iter=1),
+        ),
+        changes=SHARED,
+        bound=1e-5,
+        refused=dict.fromkeys(LAYOUTS, "loftq factorises whole weights"),
+        measured="tests.tables.loftq",
+        note=BEGUN,
+    ),
+    Method(
         "LoRA beside rows of tokens, tied head",
         {"rank": 3, "alpha": 6, "target": ["attn"], "new_tokens": ["<a>", "<b>"]},
         peft.LoraConfig(r=3, lora_alpha=6, target_modules=ATTENTION, trainable_token_indices=[*TOKENS.ids]),
@@ -229,14 +281,36 @@ def parity(method: Method, directory: Path, world: Callable[[int], World]) -> di
     if method.measured:
         own: dict[str, float | str] = importlib.import_module(method.measured).parity(method, directory, world)
         return {name: own[name] for name in COLUMNS}
-    with widening():  # norms and routers would round to fp32 what differs in float64
+    with wide(method.config()):
         return _parity(method, directory, world)
+
+
+def wide(adapter: Any) -> AbstractContextManager[None]:
+    """Norms and routers would round to fp32 what differs in float64; so does bitsandbytes, and knows nothing else."""
+    return nullcontext() if getattr(adapter, "quantize", None) else widening()
+
+
+def cell(method: Method, name: str, value: Callable[[], float]) -> float | str:
+    """The deviation in a column, or why it is refused.
+
+    Raises:
+        AssertionError: it is refused for another reason than the row says.
+    """
+    try:
+        return value()
+    except (UserError, RankError) as error:
+        reason = method.refused.get(name)
+        if reason is None or reason not in str(error):
+            raise AssertionError(f"{method.name}, {name}: {error}") from error
+        return reason
 
 
 def _parity(method: Method, directory: Path, world: Callable[[int], World]) -> dict[str, float | str]:
     base = save_strong(debug_config(method.model, **method.changes), directory / "base")
-    samples = documents()
-    theirs = peft.get_peft_model(plain(base), method.peft, autocast_adapter_dtype=False).eval()
+    samples, beside = documents(), base
+    if method.ours.get("quantize"):
+        beside = dequantised(base, directory / "dequantised", double=method.config().double_quantize)
+    theirs = peft.get_peft_model(plain(beside), method.peft, autocast_adapter_dtype=False).eval()
     scatter(theirs)
     theirs.save_pretrained(str(directory / "theirs"), save_embedding_layers=False)
     factor = 1 / sum(float(sample.weights.sum()) for sample in samples)
@@ -247,13 +321,7 @@ def _parity(method: Method, directory: Path, world: Callable[[int], World]) -> d
     found: dict[str, float | str] = {}
 
     def column(name: str, value: Callable[[], float]) -> None:
-        try:
-            found[name] = value()
-        except (UserError, RankError) as error:
-            reason = method.refused.get(name)
-            if reason is None or reason not in str(error):
-                raise AssertionError(f"{method.name}, {name}: {error}") from error
-            found[name] = reason
+        found[name] = cell(method, name, value)
 
     state = ready(base, own)
     assert shapes(state) == shapes(ready(base, method.config(), method.tokens)), "other files than the config asks for"
@@ -277,7 +345,7 @@ def _parity(method: Method, directory: Path, world: Callable[[int], World]) -> d
     def saves() -> float:
         save_peft(state.model, directory / "ours")
         again = peft.PeftModel.from_pretrained(
-            plain(base),
+            plain(beside),
             str(directory / "ours"),
             is_trainable=not method.peft.is_prompt_learning,  # which PEFT does not go on training
             autocast_adapter_dtype=False,
@@ -315,7 +383,7 @@ FILE = "adapter_model.safetensors"
 
 def widened(base: Path, layout: dict[str, int], adapter: Any) -> dict[str, Any]:
     """`measure` on every rank, in float64 throughout."""
-    with widening():
+    with wide(adapter):
         return measure(base, layout, documents(), lora=adapter)
 
 

@@ -49,18 +49,19 @@ class LoftQ(Packing):
         return True
 
     @torch.no_grad()
-    def pack(self, name: str, part: Tensor, like: Tensor) -> Nf4Weight:
+    def pack(self, name: str, part: Tensor, like: Tensor, *, transposed: bool) -> Nf4Weight:
         layer = self.model.get_submodule(name.rpartition(".")[0])
         if not isinstance(layer, LoraLayer):
-            return super(LoftQ, self).pack(name, part, like)
+            return super(LoftQ, self).pack(name, part, like, transposed=transposed)
         wide = torch.float64 if part.dtype == torch.float64 else torch.float32
-        transposed, scale = layer.lora_shape.transposed, layer.lora_spec.scale
+        scale = layer.lora_spec.scale
         exact = part.to(wide)
         taken = torch.zeros_like(exact)
         with one_thread():  # as in PiSSA: a run that goes on has the very same base
             for _ in range(self.rounds):
-                made = quantise(exact - taken, double=self.double)
-                packed = Nf4Weight(made.codes, made.scales, made.common, shape=part.shape, dtype=part.dtype)
+                made = quantise(exact - taken, double=self.double, transposed=transposed)
+                how: dict[str, Any] = {"shape": part.shape, "dtype": part.dtype, "pieces": made.pieces}
+                packed = Nf4Weight(made.codes, made.scales, made.common, **how)
                 lost = exact - packed.dense().to(wide)
                 lost = lost.t().contiguous() if transposed else lost
                 down, up = principal_part(lost, layer.lora_spec.rank, scale, "pissa", torch.Generator())

@@ -21,7 +21,7 @@ from luthier.errors import ConfigError
 from luthier.hf.anatomy import describe
 from luthier.hf.experts import find_experts
 from luthier.hf.nf4 import expected_bytes, kernels
-from luthier.hf.packing import Packing, cut_blocks
+from luthier.hf.packing import Packing, cut_blocks, is_transposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ def require_whole_blocks(model: nn.Module, packing: Packing) -> None:
         if packing.whole and isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements):
             what = f"loftq factorises whole weights, and of {name} each rank reads a part"
             raise ConfigError(what, where="adapter.init", remedy="use dp_replicate or pp, or leave init out")
-        if (why := cut_blocks(parameter)) is not None:
+        transposed = is_transposed(model.get_submodule(name.rpartition(".")[0]))
+        if (why := cut_blocks(parameter, transposed=transposed)) is not None:
             raise ConfigError(
                 f"{name} cannot be quantised on this layout: {why}",
                 where="adapter.quantize",

@@ -72,7 +72,8 @@ class Outer:
     Attributes:
         scales: float32 [ceil(n / 256)], of the whole weight, also where only a part of it lies here.
         mean: float32 [], of all scales.
-        part: (first row, first column, columns of the whole) in scales, where this is a part; None for the whole.
+        part: (first row, first column, columns of the whole) in scales, where this is a part; None for the whole. Of a
+            transposed layer rows are outputs.
     """
 
     scales: Tensor
@@ -87,11 +88,17 @@ class Nf4Weight(Tensor):
         codes: uint8 [ceil(n / 2)], two numbers a byte, the first in the high bits.
         scales: [ceil(n / 64)], uint8 where they are quantised, else float32.
         common: of quantised scales.
+        pieces: 0 where blocks run along the rows of the weight as it lies. Of a transposed layer's weight [inputs,
+            outputs] they run along the inputs, as in bitsandbytes: here are in how many pieces, each [outputs, inputs /
+            pieces], codes and scales lie one after the other.
+        matrix: its shape as the layer's, in which places are counted, whatever the shape that it is seen in.
     """
 
     codes: Tensor
     scales: Tensor
     common: Outer | None
+    pieces: int
+    matrix: torch.Size
 
     @staticmethod
     def __new__(
@@ -102,23 +109,45 @@ class Nf4Weight(Tensor):
         *,
         shape: torch.Size,
         dtype: torch.dtype,
+        pieces: int = 0,
+        matrix: torch.Size | None = None,
     ) -> Nf4Weight:
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
 
     def __init__(
-        self, codes: Tensor, scales: Tensor, outer: Outer | None, *, shape: torch.Size, dtype: torch.dtype
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        outer: Outer | None,
+        *,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        pieces: int = 0,
+        matrix: torch.Size | None = None,
     ) -> None:
-        self.codes, self.scales, self.common = codes, scales, outer
+        self.codes, self.scales, self.common, self.pieces = codes, scales, outer, pieces
+        self.matrix = shape if matrix is None else matrix
+
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        """The shape in which codes lie: blocks run along the last dimension."""
+        if not self.pieces:
+            return tuple(self.matrix)
+        inputs, outputs = self.matrix
+        return self.pieces, outputs, inputs // self.pieces
 
     def dense(self) -> Tensor:
         """The weight that it stands for, made anew."""
         scales = self.float_scales()
         # float64 is for proofs: the kernels know none, and what they make is exact in it
         made_as = torch.float32 if self.dtype == torch.float64 else self.dtype
-        flat = (1, self.numel())
-        shape = tuple(self.shape) if self.ndim == 2 and self.shape[1] % 2 == 0 else flat
-        made = kernels().dequantize_4bit.default(self.codes, scales, BLOCK, "nf4", shape, made_as)
-        return cast(Tensor, made).view(self.shape).to(self.dtype)
+        rows = self._rows
+        numel = self.numel()
+        shape = (numel // rows[-1], rows[-1]) if numel and rows[-1] % 2 == 0 else (1, numel)
+        made: Tensor = kernels().dequantize_4bit.default(self.codes, scales, BLOCK, "nf4", shape, made_as)
+        if self.pieces:
+            made = made.view(rows).mT.reshape(self.matrix).contiguous()
+        return made.view(self.shape).to(self.dtype)
 
     def float_scales(self) -> Tensor:
         """float32: the scale of each block."""
@@ -129,9 +158,11 @@ class Nf4Weight(Tensor):
             made = kernels().dequantize_blockwise.default(self.scales, outer.scales, table, _OUTER, torch.float32)
             return cast(Tensor, made) + outer.mean
         row, column, columns = outer.part
-        here = self.shape[-1] // BLOCK
-        rows = torch.arange(row, row + self.shape[0], device=self.device)[:, None] * columns
-        place = (rows + torch.arange(column, column + here, device=self.device)).view(-1)
+        *pieces, outputs, inputs = self._rows
+        here = inputs // BLOCK
+        rows = torch.arange(row, row + outputs, device=self.device)[:, None] * columns
+        starts = torch.arange(pieces[0] if pieces else 1, device=self.device)[:, None, None] * here
+        place = (starts + rows + torch.arange(column, column + here, device=self.device)).view(-1)
         return table[self.scales.int()] * outer.scales[place // _OUTER] + outer.mean
 
     @property
@@ -146,7 +177,9 @@ class Nf4Weight(Tensor):
         if outer is not None:
             outer = replace(outer, scales=change(outer.scales), mean=change(outer.mean))
         size = self.shape if shape is None else shape
-        return Nf4Weight(change(self.codes), change(self.scales), outer, shape=size, dtype=self.dtype)
+        codes, scales = change(self.codes), change(self.scales)
+        how: dict[str, Any] = {"dtype": self.dtype, "pieces": self.pieces, "matrix": self.matrix}
+        return Nf4Weight(codes, scales, outer, shape=size, **how)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Nf4Weight({tuple(self.shape)}, {self.dtype}, {self.device})"
@@ -181,8 +214,9 @@ class Nf4Weight(Tensor):
             if func is _aten._to_copy.default and kwargs.get("dtype", own.dtype) == own.dtype:
                 device, blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
                 return own.made_of(lambda tensor: tensor.to(device=device, non_blocking=blocking, copy=True))
-            if func in (_aten.view.default, _aten._unsafe_view.default) and own._keeps(args[1]):
-                return own.made_of(lambda tensor: tensor, torch.Size(args[1]))
+            if func in (_aten.view.default, _aten._unsafe_view.default):  # FSDP keeps a flat view of each part
+                shape = torch.empty(own.shape, device="meta").view(args[1]).shape
+                return own.made_of(lambda tensor: tensor, shape)
             if func is _aten.as_strided.default and torch.Size(args[1]) == own.shape:
                 return own.made_of(lambda tensor: tensor)
         if func in _WITHOUT_VALUES:
@@ -194,11 +228,6 @@ class Nf4Weight(Tensor):
                 raise TypeError(f"{func} would change a quantised weight in place")
         args, kwargs = torch.utils._pytree.tree_map_only(Nf4Weight, Nf4Weight.dense, (args, kwargs))
         return func(*args, **kwargs)
-
-    def _keeps(self, shape: Any) -> bool:
-        """Whether so shaped it is still told by the same codes; of a part the place is counted in rows and columns."""
-        whole = self.common is None or self.common.part is None
-        return -1 not in shape and (whole or torch.Size(shape) == self.shape)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -215,6 +244,12 @@ class Nf4Weight(Tensor):
         codes, scales = gathered
         shape, place = metadata
         outer = self.common
+        if self.pieces:  # which follow each other as the ranks do
+            if outer is not None and outer.part is not None:
+                row, column, columns = outer.part
+                outer = replace(outer, part=(row, column - place * (self.shape[0] // BLOCK), columns))
+            pieces = shape[0] // self.shape[0]
+            return Nf4Weight(codes, scales, outer, shape=shape, dtype=self.dtype, pieces=pieces), gathered
         if outer is not None and outer.part is not None:
             first, column, columns = outer.part
             first -= place * self.shape[0]
@@ -272,18 +307,19 @@ def expected_bytes(numel: int, double: bool) -> int:
 
 
 @torch.no_grad()
-def quantise(weight: Tensor, *, double: bool) -> Nf4Weight:
+def quantise(weight: Tensor, *, double: bool, transposed: bool = False) -> Nf4Weight:
     """A whole weight in NF4.
 
     Args:
         weight: any shape, floating. float64 is rounded to float32 first.
         double: quantise the scales too.
+        transposed: it lies as [inputs, outputs]; blocks run along the inputs all the same.
     """
-    codes, scales = codes_of(weight)
+    codes, scales = codes_of(weight.t() if transposed else weight)
     outer = None
     if double:
         scales, outer = quantise_scales(scales)
-    return Nf4Weight(codes, scales, outer, shape=weight.shape, dtype=weight.dtype)
+    return Nf4Weight(codes, scales, outer, shape=weight.shape, dtype=weight.dtype, pieces=int(transposed))
 
 
 def codes_of(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from luthier.hf.gather import blocks, coordinate_of
+from luthier.hf.linear import linear_shape
 from luthier.hf.nf4 import BLOCK, Nf4Weight, Outer, codes_of, quantise, quantise_scales
 
 
@@ -41,23 +42,28 @@ class Packing:
         return False
 
     @torch.no_grad()
-    def pack(self, name: str, part: Tensor, like: Tensor) -> Nf4Weight:
+    def pack(self, name: str, part: Tensor, like: Tensor, *, transposed: bool) -> Nf4Weight:
         """What this rank holds of a weight, quantised.
 
         Args:
             name: of the weight.
             part: all of it, or of a DTensor the local part.
             like: the parameter. All ranks of its mesh make the call.
+            transposed: it is of a layer whose weight lies as [inputs, outputs].
         """
         if not isinstance(like, DTensor) or all(placement.is_replicate() for placement in like.placements):
-            return quantise(part, double=self.double)
-        codes, scales = codes_of(part)
+            return quantise(part, double=self.double, transposed=transposed)
+        codes, scales = codes_of(part.t() if transposed else part)
+        how: dict[str, Any] = {"shape": part.shape, "dtype": part.dtype, "pieces": int(transposed)}
         if not self.double:
-            return Nf4Weight(codes, scales, None, shape=part.shape, dtype=part.dtype)
+            return Nf4Weight(codes, scales, None, **how)
         coordinate = coordinate_of(like, dist.get_rank())
         assert coordinate is not None
         ((here, place),) = blocks(like, coordinate)
-        rows, columns = like.shape[0], like.shape[1] // BLOCK
+        rows, columns = like.shape[0], like.shape[1]
+        if transposed:
+            here, place, rows, columns = here[::-1], place[::-1], columns, rows
+        columns //= BLOCK
         start = (place[0].start, place[1].start // BLOCK)
         # every part in its place, zeros elsewhere: the sum is the whole, exactly
         kind = like.device_mesh.device_type  # ranks talk by it, also where shards stay with the host
@@ -70,7 +76,7 @@ class Packing:
         found, outer = quantise_scales(whole.view(-1).to(scales.device))
         own = found.view(rows, columns)[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]]
         outer = Outer(outer.scales, outer.mean, (*start, columns))
-        return Nf4Weight(codes, own.reshape(-1).clone(), outer, shape=part.shape, dtype=part.dtype)
+        return Nf4Weight(codes, own.reshape(-1).clone(), outer, **how)
 
     def finish(self, model: nn.Module) -> None:
         """Quantise what was not read from a checkpoint of plain weights: drawn at random, or unpacked from GGUF."""
@@ -82,7 +88,7 @@ class Packing:
             local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
             if isinstance(local, Nf4Weight):
                 continue
-            made: Tensor = self.pack(name, local, parameter)
+            made: Tensor = self.pack(name, local, parameter, transposed=is_transposed(module))
             if isinstance(parameter, DTensor):
                 mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
                 made = DTensor.from_local(made, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
@@ -116,8 +122,9 @@ class OnTheFly:
             tensor = value[0] if isinstance(value, list) else value
             if name in self._packing.names:
                 like = self._model.get_parameter(name)
-                # of another shape: the loader says so
-                tensor = self._packing.pack(name, tensor, like) if tensor.shape == _local_shape(like) else tensor
+                if tensor.shape == _local_shape(like):  # of another shape: the loader says so
+                    transposed = is_transposed(self._model.get_submodule(name.rpartition(".")[0]))
+                    tensor = self._packing.pack(name, tensor, like, transposed=transposed)
             made[name] = tensor
         return made
 
@@ -126,11 +133,18 @@ def _local_shape(parameter: Tensor) -> torch.Size:
     return parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
 
 
-def cut_blocks(parameter: Tensor) -> str | None:
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a layer's weight lies as [inputs, outputs]."""
+    shape = linear_shape(module)
+    return shape is not None and shape.transposed
+
+
+def cut_blocks(parameter: Tensor, *, transposed: bool) -> str | None:
     """Why a weight on meta cannot be quantised as it lies on the ranks, as a clause; None if it can.
 
     Args:
         parameter: a DTensor whose parts are to hold whole blocks, as many rows on each rank.
+        transposed: it is of a layer whose weight lies as [inputs, outputs], and rows are outputs.
     """
     if not isinstance(parameter, DTensor):
         return None
@@ -146,8 +160,8 @@ def cut_blocks(parameter: Tensor) -> str | None:
         dim = placement.dim % parameter.ndim  # type: ignore[attr-defined]
         if name in ("fsdp", "efsdp") and dim:
             return "dp_shard and cp would cut its columns, since its rows are joined with others in checkpoints"
-        ranks[dim] *= parameter.device_mesh.size(index)
-    rows, columns = parameter.shape
+        ranks[dim ^ transposed] *= parameter.device_mesh.size(index)
+    rows, columns = reversed(parameter.shape) if transposed else parameter.shape
     if rows % ranks[0]:
         return f"its {rows} rows cannot be dealt evenly to {ranks[0]} ranks"
     if ranks[0] * ranks[1] > 1 and columns % (ranks[1] * BLOCK):
