@@ -22,7 +22,12 @@ from luthier.hf.tiny_vision import seeing_config, seeing_tokenizer, seeing_types
 
 def causal_types() -> tuple[str, ...]:
     """Every type of text models that may stand behind `debug:`, in alphabetical order."""
-    return tuple(sorted(kind for kind, config in CONFIG_MAPPING.items() if config in MODEL_FOR_CAUSAL_LM_MAPPING))
+    return tuple(sorted(filter(_is_causal, CONFIG_MAPPING.keys())))
+
+
+def _is_causal(model_type: str) -> bool:
+    """Imports the config of this one type."""
+    return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def known_type(model_type: str) -> str:
@@ -31,9 +36,9 @@ def known_type(model_type: str) -> str:
     Raises:
         ModelError: Transformers has no causal language model of this type; names the nearest one.
     """
-    known = tuple(sorted({*causal_types(), *seeing_types()}))
-    if model_type in known:
+    if model_type in seeing_types() or _is_causal(model_type):
         return model_type
+    known = tuple(sorted({*causal_types(), *seeing_types()}))  # imports the configs of all
     near = difflib.get_close_matches(model_type, known, n=1, cutoff=0.3)
     remedy = f"did you mean debug:{near[0]}?" if near else f"there are {len(known)}, debug:llama among them"
     raise ModelError(f"Transformers has no causal model type {model_type!r}", where="model", remedy=remedy)
