@@ -57,8 +57,9 @@ class Kept:
     admitted: Mapping[str, frozenset[int]]
 
     def refusal(self, name: str, degree: int) -> str | None:
-        """Why a degree cannot be; None where it can."""
-        return None if degree in self.admitted[name] else "its mathematics does not admit it"
+        """Why a degree cannot be; None where it can, as all of data parallelism."""
+        admitted = self.admitted.get(name)
+        return None if admitted is None or degree in admitted else "its mathematics does not admit it"
 
 
 def find(config: RunConfig) -> Kept | None:

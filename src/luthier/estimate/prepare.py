@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from luthier.config import AdapterConfig, LoraConfig, RunConfig
 from luthier.engine.build import DTYPES, choose_precision
 from luthier.estimate.measure import measure
 from luthier.estimate.models import full_name, known
-from luthier.estimate.search import Refusal
 from luthier.estimate.shape import ModelShape
 from luthier.hf.anatomy import describe
 from luthier.hf.load import build_on_meta, model_class, tie_on_meta
@@ -24,6 +22,7 @@ from luthier.hf.nf4 import expected_bytes
 from luthier.hf.source import ModelSource, config_from_fields, load_config, resolve
 from luthier.optim.build import build_optimizer
 from luthier.parallel import rules
+from luthier.parallel.layout import Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +112,12 @@ def find_model(model: str, revision: str | None = None) -> tuple[ModelSource, An
 def refusals(prepared: Prepared) -> Refusal:
     """Says which degrees a model admits, for a search: the model is cut down to what that takes."""
     _shorten(prepared.model, prepared.shape)
+    reason, layers = rules.refusals(prepared.model), len(prepared.shape.layers)
 
-    @cache
     def refusal(name: str, degree: int) -> str | None:
-        if name == "pp":  # the number of layers aside, what cuts a model in two cuts it anywhere
-            few = degree > len(prepared.shape.layers)
-            return "it has too few layers" if few else rules.REFUSALS[name](prepared.model, 2)
-        return rules.REFUSALS[name](prepared.model, degree)
+        if name == "pp" and degree > 1:  # the number of layers aside, what cuts a model in two cuts it anywhere
+            return "it has too few layers" if degree > layers else reason(name, 2)
+        return reason(name, degree)
 
     return refusal
 

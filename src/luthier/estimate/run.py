@@ -13,11 +13,11 @@ from luthier.estimate.cluster import Cluster, find_cluster
 from luthier.estimate.flops import useful
 from luthier.estimate.memory import memory
 from luthier.estimate.plan import Plan
-from luthier.estimate.search import Found, Refusal, search
+from luthier.estimate.search import Found, search
 from luthier.estimate.shape import ModelShape
 from luthier.estimate.time import mfu, step_time
 from luthier.estimate.traffic import busiest, on_links
-from luthier.parallel.layout import Layout
+from luthier.parallel.layout import Layout, Refusal
 from luthier.parallel.programs import PROGRAMS, stages_of
 
 _MOST_RANKS = 1_000_000
@@ -85,7 +85,7 @@ def find_layouts(config: RunConfig, gpus: int, cluster: str = "h200", keep: int 
 
     Raises:
         ModelError: the model's config cannot be found or read.
-        ConfigError: no layout fits, or so many GPUs are nowhere.
+        ConfigError: no layout can be, or none fits, or so many GPUs are nowhere.
     """
     _refuse_more_than_there_are(gpus)
     machine = find_cluster(cluster)
@@ -100,6 +100,7 @@ def find_layouts(config: RunConfig, gpus: int, cluster: str = "h200", keep: int 
         step_tokens=tokens,
         refusal=refusal,
         schedule=config.parallel.pipeline_schedule,
+        stages_per_rank=stages_of(config.parallel.pipeline_schedule, config.parallel.stages_per_rank),
         keep=keep,
     )
     result = _about(config, about, found[0].plan)

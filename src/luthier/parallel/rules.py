@@ -13,7 +13,7 @@ from luthier.errors import ConfigError
 from luthier.hf.anatomy import describe
 from luthier.hf.kinds import crosses, reads_text_alone, sees
 from luthier.parallel import context, cuttable, expert, tensor
-from luthier.parallel.layout import Layout
+from luthier.parallel.layout import Layout, Refusal
 
 REFUSALS: dict[str, Callable[[Any, int], str | None]] = {
     "tp": tensor.refusal,
@@ -22,7 +22,6 @@ REFUSALS: dict[str, Callable[[Any, int], str | None]] = {
     "ep": expert.refusal,
 }
 """Degree -> refusal(model, degree): the reason as a clause, or None. Data parallelism cuts any model."""
-
 
 _EYES = "what sees has no plan for it"
 
@@ -55,6 +54,38 @@ def check_in_backward(layout: Layout) -> None:
         )
 
 
+def refusals(model: Any, stages_per_rank: int = 1) -> Refusal:
+    """Why a model cannot have a degree, asked one by one: what `check` refuses, a search of layouts leaves out.
+
+    Args:
+        model: whole, on meta or not; adapters may be in place.
+        stages_per_rank: of the pipeline's schedule.
+
+    Returns:
+        reason(name of any degree, degree): a clause, None where it can.
+    """
+    seeing = sees(model.config)
+
+    @cache
+    def reason(name: str, degree: int) -> str | None:
+        if degree == 1:
+            return None
+        if seeing and crosses(model.config):
+            return "text without images passes its layers over that see"
+        if name not in REFUSALS:
+            return None
+        if seeing and not reads_text_alone(model.config):
+            return _EYES
+        why = getattr(model, "refused_layouts", {}).get(name)  # by what is beside the weights
+        if why is not None and (said := why(degree) if callable(why) else why):
+            return str(said)
+        if name == "pp":
+            return cuttable.refusal(model, degree, stages_per_rank)
+        return REFUSALS[name](model, degree)
+
+    return reason
+
+
 def check(model: Any, layout: Layout, stages_per_rank: int = 1) -> None:
     """Refuse a layout that the model's mathematics does not admit.
 
@@ -66,27 +97,10 @@ def check(model: Any, layout: Layout, stages_per_rank: int = 1) -> None:
     Raises:
         ConfigError: with the reason, and the nearest layout of as many ranks that works.
     """
-
-    seeing = sees(model.config)
-    if seeing and layout.ranks > 1 and crosses(model.config):
-        what = (
-            f"{type(model).__name__} cannot run on several ranks: text without images passes its layers over that see"
-        )
+    reason = refusals(model, stages_per_rank)
+    if layout.ranks > 1 and (why := reason("dp_shard", layout.ranks)):
+        what = f"{type(model).__name__} cannot run on several ranks: {why}"
         raise ConfigError(what, where="parallel", remedy="run one process")
-
-    @cache
-    def reason(name: str, degree: int) -> str | None:
-        if degree == 1:
-            return None
-        if seeing and not reads_text_alone(model.config):
-            return _EYES
-        why = getattr(model, "refused_layouts", {}).get(name)  # by what is beside the weights
-        if why is not None and (said := why(degree) if callable(why) else why):
-            return str(said)
-        if name == "pp":
-            return cuttable.refusal(model, degree, stages_per_rank)
-        return REFUSALS[name](model, degree)
-
     for name in REFUSALS:
         degree = getattr(layout, name)
         if why := reason(name, degree):
@@ -104,7 +118,7 @@ def _fewer_stages(model: Any, degree: int, stages_per_rank: int) -> int | None:
     return most if 2 <= most < stages_per_rank and cuttable.refusal(model, degree, most) is None else None
 
 
-def nearest(layout: Layout, reason: Callable[[str, int], str | None]) -> Layout:
+def nearest(layout: Layout, reason: Refusal) -> Layout:
     """The layout of as many ranks that is most like this one, of those that nothing speaks against.
 
     Args:
