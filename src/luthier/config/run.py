@@ -10,7 +10,6 @@ from pydantic import Field, field_validator, model_validator
 from luthier.config.adapters import AdapterConfig
 from luthier.config.base import PathText, Section
 from luthier.config.kinds import set_kind
-from luthier.config.method import Method
 from luthier.config.methods import MethodConfig, SftConfig
 from luthier.config.schedules import ConstantSchedule, ScheduleConfig
 from luthier.config.sections import (
@@ -117,6 +116,8 @@ class RunConfig(Section):
             raise ValueError(f"moe.bias_update_rate moves what {self.method.name} samples from or compares with")
         if self.data.streaming and getattr(self.method, "reference", "base") != "base":
             raise ValueError("data.streaming needs method.reference: base, since rows that stream have no numbers")
-        if isinstance(self.method, Method):
-            self.method.check(self)
+        self.method.check(self)
+        for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"):
+            if getattr(self.parallel, name) != 1 and (why := self.method.refused_degree(name)):
+                raise ValueError(why)
         return self

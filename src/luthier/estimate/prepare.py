@@ -17,12 +17,14 @@ from luthier.estimate.measure import measure
 from luthier.estimate.models import full_name, known
 from luthier.estimate.shape import ModelShape
 from luthier.hf.anatomy import describe
+from luthier.hf.kinds import sees
 from luthier.hf.load import build_on_meta, model_class, tie_on_meta
 from luthier.hf.nf4 import expected_bytes
 from luthier.hf.source import ModelSource, config_from_fields, load_config, resolve
 from luthier.optim.build import build_optimizer
 from luthier.parallel import rules
-from luthier.parallel.layout import Refusal
+from luthier.parallel.layout import Layout, Refusal
+from luthier.parallel.programs import stages_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +111,11 @@ def find_model(model: str, revision: str | None = None) -> tuple[ModelSource, An
     return source, config_from_fields(known()[full])
 
 
-def refusals(prepared: Prepared) -> Refusal:
-    """Says which degrees a model admits, for a search: the model is cut down to what that takes."""
+def refusals(prepared: Prepared, config: RunConfig) -> Refusal:
+    """Says which degrees a run's model and optimizer admit, for a search: the model is cut down to what that takes."""
     _shorten(prepared.model, prepared.shape)
-    reason, layers = rules.refusals(prepared.model), len(prepared.shape.layers)
+    reason = rules.refusals(prepared.model, optimizer=config.optimizer, pictures=has_pictures(config))
+    layers = len(prepared.shape.layers)
 
     def refusal(name: str, degree: int) -> str | None:
         if name == "pp" and degree > 1:  # the number of layers aside, what cuts a model in two cuts it anywhere
@@ -120,6 +123,23 @@ def refusals(prepared: Prepared) -> Refusal:
         return reason(name, degree)
 
     return refusal
+
+
+def check(prepared: Prepared, config: RunConfig, layout: Layout) -> None:
+    """Refuse a layout as training does.
+
+    Raises:
+        ConfigError: with the reason; so `rules`.
+    """
+    stages = stages_of(config.parallel.pipeline_schedule, config.parallel.stages_per_rank)
+    if sees(prepared.model.config) and has_pictures(config):
+        rules.check_pictures(layout)
+    rules.check(prepared.model, layout, stages, config.optimizer)
+
+
+def has_pictures(config: RunConfig) -> bool:
+    """Whether a run says that its rows have images; without a word of it they may have some, and no row is read."""
+    return any(source.image_column for source in [*(config.data.train or []), *(config.data.validation or [])])
 
 
 def _shorten(model: Any, shape: ModelShape) -> None:

@@ -46,18 +46,20 @@ def estimate(
 
     Raises:
         ModelError: the model's config cannot be found or read.
-        ConfigError: the model does not admit the layout, or so many GPUs are nowhere.
+        ConfigError: model, optimizer or method do not admit the layout, or so many GPUs are nowhere.
     """
     from luthier.engine.build import choose_device
-    from luthier.estimate.prepare import prepare
-    from luthier.parallel import rules
+    from luthier.estimate.prepare import check, prepare
 
     _refuse_more_than_there_are(gpus or 1)
     parallel = parse_layout(layout, config.parallel) if layout is not None else config.parallel
     cpu = cluster == "cpu" or (cluster is None and choose_device(config.train.device).type == "cpu")
     resolved = Layout.resolve(parallel, gpus or _ranks(parallel))
+    for name, degree in asdict(resolved).items():
+        if degree > 1 and (why := config.method.refused_degree(name)):
+            raise ConfigError(why, where=f"parallel.{name}")
     prepared = prepare(config, cpu=cpu)
-    rules.check(prepared.model, resolved, stages_of(parallel.pipeline_schedule, parallel.stages_per_rank))
+    check(prepared, config, resolved)
     plan = _plan(config, parallel, resolved)
     shape = prepared.shape
     about = measured.About(type(prepared.model).__name__, prepared.adapter, prepared.precision, shape)
@@ -170,15 +172,24 @@ def _plan(config: RunConfig, parallel: ParallelConfig, layout: Layout) -> Plan:
 
 
 def _measured(config: RunConfig, machine: Cluster, gpus: int) -> tuple[measured.About, Refusal]:
-    """A run's model in sizes, and the degrees that it admits: from the table where it is there, else measured now."""
+    """A run's model in sizes, and the degrees that the run admits: from the table where it is there, else measured."""
     kept = measured.find(config) if not machine.shared else None
     if kept is not None and max(gpus, machine.gpus_per_node) <= measured.MOST_RANKS:
-        return kept.about, kept.refusal
+        return kept.about, _refusal(config, kept.refusal)
     from luthier.estimate.prepare import prepare, refusals
 
     prepared = prepare(config, cpu=machine.shared)
     about = measured.About(type(prepared.model).__name__, prepared.adapter, prepared.precision, prepared.shape)
-    return about, refusals(prepared)
+    return about, _refusal(config, refusals(prepared, config))
+
+
+def _refusal(config: RunConfig, of_model: Refusal) -> Refusal:
+    """What the run's method refuses, or else its model."""
+
+    def refusal(name: str, degree: int) -> str | None:
+        return (config.method.refused_degree(name) if degree > 1 else None) or of_model(name, degree)
+
+    return refusal
 
 
 def _about(config: RunConfig, about: measured.About, plan: Plan) -> dict[str, Any]:
