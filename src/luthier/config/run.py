@@ -58,6 +58,19 @@ class RunConfig(Section):
     """The run directory: config.yaml, metrics.jsonl, log.txt, checkpoints/, export/."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
+    @property
+    def compares_with_start(self) -> bool:
+        """Whether every step asks the model as it was before the first one."""
+        method, adapter = self.method, self.adapter
+        if method.name == "grpo":
+            return method.beta > 0
+        reference = getattr(method, "reference", None)
+        if reference == "precomputed" and isinstance(adapter, LoraConfig) and adapter.start_from is None:
+            # What these begin as cannot be had again later, by opening the model or by switching adapters off.
+            again = adapter.quantize is not None or bool(adapter.new_tokens)
+            return again and (bool(adapter.train_modules) or adapter.init.startswith("loftq"))
+        return bool(reference == "base")
+
     @field_validator("output", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:

@@ -65,7 +65,7 @@ class Kept:
 def find(config: RunConfig) -> Kept | None:
     """What is kept of a run's model on GPUs; None where that was not measured beforehand."""
     usual = config.adapter is None and config.revision is None and config.train.precision in (None, "bf16")
-    usual = usual and not config.optimizer.in_backward
+    usual = usual and not config.optimizer.in_backward and config.method.name != "reward"
     full = (
         full_name(config.model)
         if usual and config.optimizer.name == "adamw" and config.optimizer.state_dtype == "fp32"

@@ -12,11 +12,14 @@ from luthier.adapters import LoraReport, apply_adapter, is_adapter_weight, quant
 from luthier.adapters.rows import NewTokens
 from luthier.adapters.structure import settle_ties
 from luthier.config import AdapterConfig, LoraConfig, RunConfig
+from luthier.config.methods import SftConfig
+from luthier.config.sections import AdamWConfig
 from luthier.engine.build import DTYPES, choose_precision
 from luthier.estimate.measure import measure
 from luthier.estimate.models import full_name, known
 from luthier.estimate.shape import ModelShape
 from luthier.hf.anatomy import describe
+from luthier.hf.classifier import attach_score
 from luthier.hf.kinds import sees
 from luthier.hf.load import build_on_meta, model_class, tie_on_meta
 from luthier.hf.nf4 import expected_bytes
@@ -79,6 +82,9 @@ def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
         line = str(report)
     settle_ties(model)
     tie_on_meta(model)
+    scores = config.method.name == "reward"
+    if scores:
+        attach_score(model, config.seed)
     inside = tuple(f"{layer}." for layer in describe(model).layers)
     optimizer = build_optimizer(
         model.named_parameters(),
@@ -88,7 +94,23 @@ def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
     )
     length = config.data.sequence_length
     shape = measure(model, optimizer, length=length, cpu=cpu, quantised=quantised)
+    if scores:  # of one number, at one place of each text
+        shape = replace(shape, vocabulary=1, head_forward=0, head_backward=0, head_trains=False)
     return Prepared(model, shape, line, precision)
+
+
+def prepare_other(config: RunConfig, model: str, revision: str | None, *, cpu: bool) -> Prepared:
+    """A second model, a reference or a teacher, in the precision of the first. It does not train.
+
+    Args:
+        config: of the run.
+        model: the second, named as the first is.
+        revision: of a Hub model.
+        cpu: for the CPU.
+    """
+    plain = {"method": SftConfig(), "adapter": None, "optimizer": AdamWConfig()}
+    other = config.model_copy(update={"model": model, "revision": revision, **plain})
+    return prepare(other, cpu=cpu)
 
 
 def find_model(model: str, revision: str | None = None) -> tuple[ModelSource, Any | None]:
@@ -125,8 +147,14 @@ def refusals(prepared: Prepared, config: RunConfig) -> Refusal:
     return refusal
 
 
-def check(prepared: Prepared, config: RunConfig, layout: Layout) -> None:
+def check(prepared: Prepared, config: RunConfig, layout: Layout, reference: Any = None) -> None:
     """Refuse a layout as training does.
+
+    Args:
+        prepared: the model that trains.
+        config: of the run.
+        layout: asked for.
+        reference: on meta, what is to be laid out as the model is; None without one.
 
     Raises:
         ConfigError: with the reason; so `rules`.
@@ -135,6 +163,16 @@ def check(prepared: Prepared, config: RunConfig, layout: Layout) -> None:
     if sees(prepared.model.config) and has_pictures(config):
         rules.check_pictures(layout)
     rules.check(prepared.model, layout, stages, config.optimizer)
+    if reference is not None:
+        rules.check(reference, layout, stages)
+
+
+def unseen(prepared: Prepared, config: RunConfig, layout: Layout) -> list[str]:
+    """What rows would be refused for that have images, where the run does not say whether they have."""
+    seeing = prepared.model.config
+    if not sees(seeing) or has_pictures(config) or not any(getattr(layout, name) > 1 for name in rules.REFUSALS):
+        return []
+    return ["rows with images would be refused: they have dp_shard and dp_replicate alone"]
 
 
 def has_pictures(config: RunConfig) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from luthier.errors import ConfigError
+from luthier.estimate.beside import NOTHING, Beside
 from luthier.estimate.cluster import Cluster
 from luthier.estimate.memory import Memory, memory
 from luthier.estimate.plan import Checkpointing, Plan
@@ -51,6 +52,7 @@ def search(
     refusal: Refusal = lambda name, degree: None,
     schedule: str = "1f1b",
     stages_per_rank: int = 1,
+    method: Beside = NOTHING,
     keep: int = 10,
 ) -> list[Found]:
     """Weigh every layout, size of microbatch and recomputation that fits.
@@ -66,6 +68,7 @@ def search(
         refusal: says which degrees the run admits.
         schedule: of the pipeline.
         stages_per_rank: of that schedule.
+        method: what the way of training keeps beside the model.
         keep: how many to return.
 
     Raises:
@@ -80,7 +83,7 @@ def search(
     plans = [
         _plan(layout, length, rows, microbatches, schedule, stages_per_rank)
         for layout in possible
-        for rows, microbatches in _batches(layout, length, step_tokens)
+        for rows, microbatches in _batches(layout, length, step_tokens, method.together)
     ]
     least = {plan: least_time(shape, plan, cluster) / plan.step_tokens for plan in plans}
     best: dict[Layout, Found] = {}
@@ -94,7 +97,7 @@ def search(
             continue
         for checkpointing in CHECKPOINTING:
             plan = replace(fastest, checkpointing=checkpointing)
-            needed = memory(shape, plan)
+            needed = memory(shape, plan, method)
             if smallest is None or needed.total < smallest[0]:
                 smallest = (needed.total, plan)
             if needed.total > limit:
@@ -165,12 +168,12 @@ def _slowest(best: dict[Layout, Found], keep: int) -> float:
     return rates[-1] if len(rates) == keep else 0.0
 
 
-def _batches(layout: Layout, length: int, step_tokens: int) -> Iterator[tuple[int, int]]:
+def _batches(layout: Layout, length: int, step_tokens: int, fewest: int) -> Iterator[tuple[int, int]]:
     """(documents in a microbatch, microbatches)."""
     documents = step_tokens / (length * layout.data_ranks)
     if documents < 0.75 or (layout.cp > 1 and length % (2 * layout.cp)):
         return
-    for rows in (1, 2, 4, 8):
+    for rows in (one for one in (1, 2, 4, 8) if one >= fewest):
         microbatches = round(documents / rows)
         if microbatches < max(1, layout.pp):
             break
