@@ -17,6 +17,14 @@ class Method(Section):
     rows: ClassVar[Kind] = "documents"
     """What a row of the data has to be."""
 
+    def refused_degree(self, name: str) -> str | None:
+        """Why this way of training has no more than one rank of a degree, as a sentence; None where it may.
+
+        Args:
+            name: of a degree of `parallel`.
+        """
+        return None
+
     def check(self, run: RunConfig) -> None:
         """Refuse what this way of training cannot go with.
 

@@ -7,21 +7,19 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from luthier.config.kinds import Kind
+from luthier.config.method import Method
 from luthier.config.reinforcement import GrpoConfig, RewardConfig
-from luthier.config.sections import PathText, Section
+from luthier.config.sections import PathText
 from luthier.config.teaching import DistillConfig, PretrainConfig
 
 
-class SftConfig(Section):
+class SftConfig(Method):
     """Supervised fine-tuning: weighted cross-entropy of what each row says."""
-
-    rows: ClassVar[Kind] = "documents"
-    """What a row of the data has to be."""
 
     name: Literal["sft"] = "sft"
 
 
-class _SharedPrompts(Section):
+class _SharedPrompts(Method):
     share_prompt: bool = True
     """Run the prompt of a row's two answers once, forward and backward, where the model's layers allow it; the same
     gradients either way."""
@@ -81,7 +79,7 @@ class SimpoConfig(_SharedPrompts):
     """As of dpo (TRL: cpo_alpha)."""
 
 
-class KtoConfig(Section):
+class KtoConfig(Method):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306): answers with a label
     each, good or bad."""
 

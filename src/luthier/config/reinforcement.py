@@ -13,6 +13,8 @@ from luthier.config.sections import one_or_many
 if TYPE_CHECKING:
     from luthier.config.run import RunConfig
 
+_CUTS = ("tp", "cp", "pp", "ep")
+
 
 class GrpoConfig(Method):
     """Group-relative policy optimisation (Shao et al. 2024, https://arxiv.org/abs/2402.03300): the model answers each
@@ -80,19 +82,22 @@ class GrpoConfig(Method):
         """epsilon_high, as below when left out."""
         return self.epsilon_low if self.epsilon_high is None else self.epsilon_high
 
+    def refused_degree(self, name: str) -> str | None:
+        """Whatever cuts rows or weights otherwise than FSDP does, as of `Method`."""
+        if name not in _CUTS:
+            return None
+        return (
+            f"grpo samples with a whole copy of the model on each data rank, so it has no parallel.{name}; "
+            "use dp_shard or dp_replicate"
+        )
+
     def check(self, run: RunConfig) -> None:
-        """Refuse held-out rows and layouts that cannot sample."""
+        """Refuse held-out rows."""
         data = run.data
         if data.validation is not None or data.validation_fraction is not None:
             raise ValueError("grpo measures its reward at every step, and nothing on held-out rows; leave those out")
         if run.evaluation.every is not None or run.evaluation.early_stopping is not None:
             raise ValueError("grpo has no validation loss; leave evaluation.every and early_stopping out")
-        shared = [name for name in ("tp", "cp", "pp", "ep") if getattr(run.parallel, name) != 1]
-        if shared:
-            raise ValueError(
-                f"grpo samples with a whole copy of the model on each data rank, so it has no parallel.{shared[0]}; "
-                "use dp_shard or dp_replicate"
-            )
 
 
 class RewardConfig(Method):
@@ -106,11 +111,12 @@ class RewardConfig(Method):
     """Weight of the squared sum of a pair's scores, which keeps them near 0 (Eisenstein et al. 2023,
     https://arxiv.org/abs/2312.09244); TRL calls it center_rewards_coefficient."""
 
+    def refused_degree(self, name: str) -> str | None:
+        """Where a text's last token lies elsewhere than its score, as of `Method`."""
+        return f"a reward model has no parallel.{name}; use dp_shard or dp_replicate" if name in _CUTS else None
+
     def check(self, run: RunConfig) -> None:
-        """Refuse layouts on which a text's last token lies elsewhere than its score, and other adapters."""
-        shared = [name for name in ("tp", "cp", "pp", "ep") if getattr(run.parallel, name) != 1]
-        if shared:
-            raise ValueError(f"a reward model has no parallel.{shared[0]}; use dp_shard or dp_replicate")
+        """Refuse adapters that have no place for a score."""
         if run.adapter is not None and run.adapter.kind != "lora":
             raise ValueError(f"adapter.kind {run.adapter.kind} has no place for a score; use lora, or no adapter")
         if run.adapter is not None and run.adapter.start_from:

@@ -10,7 +10,6 @@ from pydantic import Field, field_validator, model_validator
 from luthier.config.adapters import AdapterConfig
 from luthier.config.base import PathText, Section
 from luthier.config.kinds import set_kind
-from luthier.config.method import Method
 from luthier.config.methods import MethodConfig, SftConfig
 from luthier.config.schedules import ConstantSchedule, ScheduleConfig
 from luthier.config.sections import (
@@ -58,6 +57,19 @@ class RunConfig(Section):
     output: Path = Path("runs/latest")
     """The run directory: config.yaml, metrics.jsonl, log.txt, checkpoints/, export/."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    @property
+    def compares_with_start(self) -> bool:
+        """Whether every step asks the model as it was before the first one."""
+        method, adapter = self.method, self.adapter
+        if method.name == "grpo":
+            return method.beta > 0
+        reference = getattr(method, "reference", None)
+        if reference == "precomputed" and isinstance(adapter, LoraConfig) and adapter.start_from is None:
+            # What these begin as cannot be had again later, by opening the model or by switching adapters off.
+            again = adapter.quantize is not None or bool(adapter.new_tokens)
+            return again and (bool(adapter.train_modules) or adapter.init.startswith("loftq"))
+        return bool(reference == "base")
 
     @field_validator("output", mode="before")
     @classmethod
@@ -117,6 +129,8 @@ class RunConfig(Section):
             raise ValueError(f"moe.bias_update_rate moves what {self.method.name} samples from or compares with")
         if self.data.streaming and getattr(self.method, "reference", "base") != "base":
             raise ValueError("data.streaming needs method.reference: base, since rows that stream have no numbers")
-        if isinstance(self.method, Method):
-            self.method.check(self)
+        self.method.check(self)
+        for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"):
+            if getattr(self.parallel, name) != 1 and (why := self.method.refused_degree(name)):
+                raise ValueError(why)
         return self

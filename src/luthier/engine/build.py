@@ -138,12 +138,19 @@ class How(TypedDict, total=False):
     """How the mesh is used; its degrees are the mesh's."""
 
 
-def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: Unpack[How]) -> Network:
+def build_network(
+    source: ModelSource,
+    *,
+    moe: MoeConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
+    **how: Unpack[How],
+) -> Network:
     """A model with its weights and, where asked for, adapters in place; only what trains requires gradients.
 
     Args:
         source: where the weights are.
         moe: how experts are kept busy while the model trains; None where it does not train.
+        optimizer: that will train it, and may refuse the layout; None where it does not train.
         how: see `How`.
 
     Raises:
@@ -151,7 +158,7 @@ def build_network(source: ModelSource, *, moe: MoeConfig | None = None, **how: U
         ModelError: the model, or an adapter's files, cannot be read or used.
     """
     bound_kernel_cache()
-    plan = _Plan(how, moe)
+    plan = _Plan(how, moe, optimizer)
     adapter, device, mesh, seed = how["adapter"], plan.device, plan.mesh, plan.seed
     if plan.packing is not None and device.type == "cpu":
         tune_allocator(keep=False)  # plain weights come and go, one at a time
@@ -251,8 +258,8 @@ class _Plan:
     auxiliary: float = 0.0
     quantized: str = ""
 
-    def __init__(self, how: How, moe: MoeConfig | None) -> None:
-        self._how, self._moe = how, moe
+    def __init__(self, how: How, moe: MoeConfig | None, optimizer: OptimizerConfig | None) -> None:
+        self._how, self._moe, self._optimizer = how, moe, optimizer
         self.device = how.get("device") or choose_device(None)
         self.mesh, self.seed = how.get("mesh"), how.get("seed", 0)
         self.packing = packing_of(lora if isinstance(lora := how["adapter"], LoraConfig) else None)
@@ -296,7 +303,7 @@ class _Plan:
         parallel = self._how.get("parallel") or ParallelConfig()
         schedule, compiled = parallel.pipeline_schedule, self._how.get("compile_layers", False)
         each = stages_of(schedule, parallel.stages_per_rank)
-        rules.check(model, mesh.layout, each)
+        rules.check(model, mesh.layout, each, self._optimizer)
         layers = self.anatomy.layers
         roots: list[tuple[Any, Sequence[Any]]] = [(model, [model.get_submodule(name) for name in layers])]
         if mesh.pp is not None:
@@ -350,9 +357,7 @@ def build_state(
     Raises:
         as `build_network`.
     """
-    if optimizer.in_backward and (mesh := how.get("mesh")) is not None:
-        rules.check_in_backward(mesh.layout)
-    network = build_network(source, moe=moe or MoeConfig(), **how)
+    network = build_network(source, moe=moe or MoeConfig(), optimizer=optimizer, **how)
     model = network.model
     model.train()
     if network.device.type == "cpu":

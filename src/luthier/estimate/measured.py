@@ -57,13 +57,15 @@ class Kept:
     admitted: Mapping[str, frozenset[int]]
 
     def refusal(self, name: str, degree: int) -> str | None:
-        """Why a degree cannot be; None where it can."""
-        return None if degree in self.admitted[name] else "its mathematics does not admit it"
+        """Why a degree cannot be; None where it can, as all of data parallelism."""
+        admitted = self.admitted.get(name)
+        return None if admitted is None or degree in admitted else "its mathematics does not admit it"
 
 
 def find(config: RunConfig) -> Kept | None:
     """What is kept of a run's model on GPUs; None where that was not measured beforehand."""
     usual = config.adapter is None and config.revision is None and config.train.precision in (None, "bf16")
+    usual = usual and not config.optimizer.in_backward and config.method.name != "reward"
     full = (
         full_name(config.model)
         if usual and config.optimizer.name == "adamw" and config.optimizer.state_dtype == "fp32"

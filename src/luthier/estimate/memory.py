@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from operator import attrgetter
 
+from luthier.estimate.beside import NOTHING, Beside
 from luthier.estimate.plan import Held, Plan, different, held_by
 from luthier.estimate.shape import LayerShape, ModelShape, Totals, totals
-from luthier.losses.chunks import DEFAULT_CHUNK
+from luthier.losses.chunks import DEFAULT_CHUNK, LOGITS_CHUNK
 from luthier.parallel.layout import Layout
 
 _KEPT_BYTES = 320 << 20
@@ -34,6 +35,7 @@ class Memory:
         optimizer: moments, and the low bits of bf16 weights.
         activations: kept from the forward for the backward pass, of all microbatches on their way.
         logits: of the head at work: scores, and gradients of the hidden states and of its weight.
+        beside: what the method keeps beside the model: a copy of what trains, a teacher, a model that samples.
         total: of all these.
     """
 
@@ -43,10 +45,12 @@ class Memory:
     optimizer: int
     activations: int
     logits: int
+    beside: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.transient + self.gradients + self.optimizer + self.activations + self.logits
+        step = self.gradients + self.optimizer + self.activations + self.logits
+        return self.weights + self.transient + step + self.beside
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self) | {"total": self.total}
@@ -55,25 +59,62 @@ class Memory:
 _TOTAL = attrgetter("total")
 
 
-def memory(shape: ModelShape, plan: Plan) -> Memory:
+def memory(shape: ModelShape, plan: Plan, method: Beside = NOTHING) -> Memory:
     """Of the rank of the pipeline that needs most."""
     held = held_by(shape, plan.layout.pp, plan.schedule, plan.stages_per_rank)
-    return max((memory_of(shape, plan, one) for one in different(held)), key=_TOTAL)
+    return max((memory_of(shape, plan, one, method) for one in different(held)), key=_TOTAL)
 
 
-def memory_of(shape: ModelShape, plan: Plan, held: Held) -> Memory:
+def memory_of(shape: ModelShape, plan: Plan, held: Held, method: Beside = NOTHING) -> Memory:
     """Of one rank, at its largest moment.
 
     Args:
         shape: the model.
         plan: layout and batch.
         held: what this rank has.
+        method: what the way of training keeps beside it.
     """
-    weights, transient, *others = max(_moments(shape, plan, held), key=sum)
+    copy = 0 if plan.cpu_offload else _own(held, plan.layout).copy
+    kept = method.copies * copy
+    kept += shape.whole * (method.samples and plan.layout.ranks > 1)
+    kept += method.teacher.whole if method.teacher is not None else 0
+    head = 0
+    if held.last:
+        head = _compared(shape, plan, method) if method.compares else _logits(shape, plan)
+    moments = [(*moment, kept) for moment in _moments(shape, plan, held, head)]
+    weights, _, _, states, *_ = moments[0]
+    fsdp = _gathered(held, plan.layout, plan.reshard)
+    if method.copies:  # while it is asked, what trains now is kept too
+        moments.append((weights, fsdp.root + fsdp.ahead, 0, states, 0, _logits(shape, plan, trains=False), kept + copy))
+    if method.asked is not None:
+        moments.append((weights, 0, 0, states, 0, 0, kept + _laid_out(method.asked, plan, held.rank)))
+    if method.asked_whole is not None:
+        moments.append((weights, 0, 0, states, 0, 0, kept + method.asked_whole.whole))
+    weights, transient, *others = max(moments, key=sum)
     return Memory(weights, transient + shape.dense // plan.layout.tp, *others)
 
 
-def _moments(shape: ModelShape, plan: Plan, held: Held) -> Iterator[tuple[int, ...]]:
+def _laid_out(other: ModelShape, plan: Plan, rank: int) -> int:
+    """Of another model on the same layout: its shards, what is gathered of them, its head at work."""
+    held = held_by(other, plan.layout.pp, plan.schedule, plan.stages_per_rank)[rank]
+    fsdp = _gathered(held, plan.layout, plan.reshard)
+    head = _logits(other, plan, trains=False) if held.last else 0
+    return other.buffers + _own(held, plan.layout).held + fsdp.root + fsdp.ahead + head
+
+
+def _compared(shape: ModelShape, plan: Plan, method: Beside) -> int:
+    """The head at work where it is compared with a teacher's: a chunk's logits and what is made of them, as was seen of
+    steps; hidden states of both, and the gradient of its weight beside its sum."""
+    size, tokens = shape.itemsize, plan.local_tokens
+    columns = -(-shape.vocabulary // plan.layout.tp)
+    of_score = size + 5 if method.compares == "likeliest" else 2 * size + 18
+    found = min(tokens, LOGITS_CHUNK) * columns * of_score + 3 * tokens * shape.width * size
+    if method.teacher is not None:
+        found += plan.row_tokens * method.teacher.width * method.teacher.itemsize
+    return found + (2 * columns * shape.width * size if shape.head_trains else 0)
+
+
+def _moments(shape: ModelShape, plan: Plan, held: Held, head: int) -> Iterator[tuple[int, ...]]:
     """The moments of a step that may be the largest, in their order: bytes as `Memory` names them."""
     resident = 0 if plan.cpu_offload else 1
     own = _own(held, plan.layout)
@@ -88,7 +129,6 @@ def _moments(shape: ModelShape, plan: Plan, held: Held) -> Iterator[tuple[int, .
     all_kept = round(held.sum(lambda layer: kept[layer])) + 2 * stream
     flying = plan.in_flight[held.rank] * all_kept
     last = flying - all_kept + max(kept.values(), default=0) + 2 * stream
-    head = _logits(shape, plan) if held.last else 0
     table = totals(shape.before, plan.layout).whole_gradients if held.first else 0
     fsdp = _gathered(held, plan.layout, plan.reshard)
 
@@ -118,6 +158,7 @@ class _Own:
         inside, outside: of the gradients of layers, and of the rest.
         layer: of the gradients of the largest layer.
         trained: elements that train.
+        copy: bytes of those.
     """
 
     held: int
@@ -126,6 +167,7 @@ class _Own:
     outside: int
     layer: int
     trained: int
+    copy: int
 
 
 @lru_cache(maxsize=1 << 14)
@@ -138,6 +180,7 @@ def _own(held: Held, layout: Layout) -> _Own:
         outside=root.gradients,
         layer=max((of.gradients for of, _ in layers), default=0),
         trained=root.trained + sum(count * of.trained for of, count in layers),
+        copy=root.trained_held + sum(count * of.trained_held for of, count in layers),
     )
 
 
@@ -205,14 +248,14 @@ def _kept(shape: ModelShape, plan: Plan, held: Held) -> dict[LayerShape, int]:
     return found
 
 
-def _logits(shape: ModelShape, plan: Plan) -> int:
+def _logits(shape: ModelShape, plan: Plan, *, trains: bool = True) -> int:
     """The head at work: scores, a product and its sum in fp32, rows of the targets, the hidden states three times, and
     the gradient of its weight."""
     size, tokens = shape.itemsize, plan.local_tokens
     columns = -(-shape.vocabulary // plan.layout.tp)
     rows, tile = min(tokens, DEFAULT_CHUNK), min(columns, _TILE[shape.cpu])
     gradient = 0
-    if shape.head_trains:
+    if shape.head_trains and trains:
         rows, tile = min(rows, max(64, _KEPT_BYTES // (columns * size))), columns
         gradient = columns * shape.width * size
     return rows * (tile * size + shape.width * (size + 8)) + 3 * tokens * shape.width * size + gradient

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,17 +12,22 @@ from luthier.adapters import LoraReport, apply_adapter, is_adapter_weight, quant
 from luthier.adapters.rows import NewTokens
 from luthier.adapters.structure import settle_ties
 from luthier.config import AdapterConfig, LoraConfig, RunConfig
+from luthier.config.methods import SftConfig
+from luthier.config.sections import AdamWConfig
 from luthier.engine.build import DTYPES, choose_precision
 from luthier.estimate.measure import measure
 from luthier.estimate.models import full_name, known
-from luthier.estimate.search import Refusal
 from luthier.estimate.shape import ModelShape
 from luthier.hf.anatomy import describe
+from luthier.hf.classifier import attach_score
+from luthier.hf.kinds import sees
 from luthier.hf.load import build_on_meta, model_class, tie_on_meta
 from luthier.hf.nf4 import expected_bytes
 from luthier.hf.source import ModelSource, config_from_fields, load_config, resolve
 from luthier.optim.build import build_optimizer
 from luthier.parallel import rules
+from luthier.parallel.layout import Layout, Refusal
+from luthier.parallel.programs import stages_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,9 @@ def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
         line = str(report)
     settle_ties(model)
     tie_on_meta(model)
+    scores = config.method.name == "reward"
+    if scores:
+        attach_score(model, config.seed)
     inside = tuple(f"{layer}." for layer in describe(model).layers)
     optimizer = build_optimizer(
         model.named_parameters(),
@@ -87,7 +94,23 @@ def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
     )
     length = config.data.sequence_length
     shape = measure(model, optimizer, length=length, cpu=cpu, quantised=quantised)
+    if scores:  # of one number, at one place of each text
+        shape = replace(shape, vocabulary=1, head_forward=0, head_backward=0, head_trains=False)
     return Prepared(model, shape, line, precision)
+
+
+def prepare_other(config: RunConfig, model: str, revision: str | None, *, cpu: bool) -> Prepared:
+    """A second model, a reference or a teacher, in the precision of the first. It does not train.
+
+    Args:
+        config: of the run.
+        model: the second, named as the first is.
+        revision: of a Hub model.
+        cpu: for the CPU.
+    """
+    plain = {"method": SftConfig(), "adapter": None, "optimizer": AdamWConfig()}
+    other = config.model_copy(update={"model": model, "revision": revision, **plain})
+    return prepare(other, cpu=cpu)
 
 
 def find_model(model: str, revision: str | None = None) -> tuple[ModelSource, Any | None]:
@@ -110,18 +133,51 @@ def find_model(model: str, revision: str | None = None) -> tuple[ModelSource, An
     return source, config_from_fields(known()[full])
 
 
-def refusals(prepared: Prepared) -> Refusal:
-    """Says which degrees a model admits, for a search: the model is cut down to what that takes."""
+def refusals(prepared: Prepared, config: RunConfig) -> Refusal:
+    """Says which degrees a run's model and optimizer admit, for a search: the model is cut down to what that takes."""
     _shorten(prepared.model, prepared.shape)
+    reason = rules.refusals(prepared.model, optimizer=config.optimizer, pictures=has_pictures(config))
+    layers = len(prepared.shape.layers)
 
-    @cache
     def refusal(name: str, degree: int) -> str | None:
-        if name == "pp":  # the number of layers aside, what cuts a model in two cuts it anywhere
-            few = degree > len(prepared.shape.layers)
-            return "it has too few layers" if few else rules.REFUSALS[name](prepared.model, 2)
-        return rules.REFUSALS[name](prepared.model, degree)
+        if name == "pp" and degree > 1:  # the number of layers aside, what cuts a model in two cuts it anywhere
+            return "it has too few layers" if degree > layers else reason(name, 2)
+        return reason(name, degree)
 
     return refusal
+
+
+def check(prepared: Prepared, config: RunConfig, layout: Layout, reference: Any = None) -> None:
+    """Refuse a layout as training does.
+
+    Args:
+        prepared: the model that trains.
+        config: of the run.
+        layout: asked for.
+        reference: on meta, what is to be laid out as the model is; None without one.
+
+    Raises:
+        ConfigError: with the reason; so `rules`.
+    """
+    stages = stages_of(config.parallel.pipeline_schedule, config.parallel.stages_per_rank)
+    if sees(prepared.model.config) and has_pictures(config):
+        rules.check_pictures(layout)
+    rules.check(prepared.model, layout, stages, config.optimizer)
+    if reference is not None:
+        rules.check(reference, layout, stages)
+
+
+def unseen(prepared: Prepared, config: RunConfig, layout: Layout) -> list[str]:
+    """What rows would be refused for that have images, where the run does not say whether they have."""
+    seeing = prepared.model.config
+    if not sees(seeing) or has_pictures(config) or not any(getattr(layout, name) > 1 for name in rules.REFUSALS):
+        return []
+    return ["rows with images would be refused: they have dp_shard and dp_replicate alone"]
+
+
+def has_pictures(config: RunConfig) -> bool:
+    """Whether a run says that its rows have images; without a word of it they may have some, and no row is read."""
+    return any(source.image_column for source in [*(config.data.train or []), *(config.data.validation or [])])
 
 
 def _shorten(model: Any, shape: ModelShape) -> None:

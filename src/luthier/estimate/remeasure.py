@@ -17,7 +17,7 @@ def remeasured(full: str) -> str:
     config = RunConfig.model_validate({"model": full, "data": {}})
     prepared = prepare(config, cpu=False)
     about = About(type(prepared.model).__name__, prepared.adapter, prepared.precision, prepared.shape)
-    refusal = refusals(prepared)
+    refusal = refusals(prepared, config)
     names = [name for name in MOST if name != "ep" or prepared.shape.has_experts]
     admitted = {
         name: frozenset(d for d in range(1, MOST[name] + 1) if d == 1 or refusal(name, d) is None) for name in names

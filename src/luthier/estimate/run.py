@@ -9,15 +9,16 @@ from typing import Any
 from luthier.config import ParallelConfig, RunConfig
 from luthier.errors import ConfigError
 from luthier.estimate import measured
+from luthier.estimate.beside import Beside, beside
 from luthier.estimate.cluster import Cluster, find_cluster
 from luthier.estimate.flops import useful
 from luthier.estimate.memory import memory
 from luthier.estimate.plan import Plan
-from luthier.estimate.search import Found, Refusal, search
+from luthier.estimate.search import Found, search
 from luthier.estimate.shape import ModelShape
 from luthier.estimate.time import mfu, step_time
 from luthier.estimate.traffic import busiest, on_links
-from luthier.parallel.layout import Layout
+from luthier.parallel.layout import Layout, Refusal
 from luthier.parallel.programs import PROGRAMS, stages_of
 
 _MOST_RANKS = 1_000_000
@@ -40,34 +41,40 @@ def estimate(
         layout: "dp_shard 2 x tp 2" instead of the config's `parallel`.
 
     Returns:
-        model, adapter (a line, or None), precision; parameters {total, trainable}; flops {token_forward,
-        token_backward, token, step, run}; memory of a rank in bytes; on a layout or a cluster also layout, ranks,
-        traffic; on a cluster time, mfu, fits.
+        model, adapter (a line, or None), precision; method {name, notes: what it keeps and runs beside the model, and
+        what is not counted}; parameters {total, trainable}; flops {token_forward, token_backward, token_beside: forward
+        passes that train nothing, token: all, step, run}; memory of a rank in bytes; on a layout or a cluster also
+        layout, ranks, traffic; on a cluster time, mfu, fits.
 
     Raises:
         ModelError: the model's config cannot be found or read.
-        ConfigError: the model does not admit the layout, or so many GPUs are nowhere.
+        ConfigError: model, optimizer or method do not admit the layout, or so many GPUs are nowhere.
     """
     from luthier.engine.build import choose_device
-    from luthier.estimate.prepare import prepare
-    from luthier.parallel import rules
+    from luthier.estimate.prepare import check, prepare, unseen
 
     _refuse_more_than_there_are(gpus or 1)
     parallel = parse_layout(layout, config.parallel) if layout is not None else config.parallel
     cpu = cluster == "cpu" or (cluster is None and choose_device(config.train.device).type == "cpu")
     resolved = Layout.resolve(parallel, gpus or _ranks(parallel))
+    for name, degree in asdict(resolved).items():
+        if degree > 1 and (why := config.method.refused_degree(name)):
+            raise ConfigError(why, where=f"parallel.{name}")
     prepared = prepare(config, cpu=cpu)
-    rules.check(prepared.model, resolved, stages_of(parallel.pipeline_schedule, parallel.stages_per_rank))
-    plan = _plan(config, parallel, resolved)
+    method = beside(config, cpu=cpu)
+    check(prepared, config, resolved, method.reference)
+    plan = _plan(config, parallel, resolved, method)
     shape = prepared.shape
     about = measured.About(type(prepared.model).__name__, prepared.adapter, prepared.precision, shape)
-    result = _about(config, about, plan)
-    result["memory"] = memory(shape, plan).to_dict()
+    result = _about(config, about, method)
+    result["method"]["notes"] += unseen(prepared, config, resolved)
+    result["memory"] = memory(shape, plan, method).to_dict()
     if cluster is None and resolved.ranks == 1:
         return result
     machine = find_cluster(cluster).for_ranks(resolved.ranks) if cluster is not None else None
     result |= {"layout": str(resolved), "ranks": resolved.ranks, "microbatches": plan.microbatches}
     result["traffic"] = _traffic(shape, plan, machine)
+    result["method"]["notes"] += _alone(method)
     return result | (_timed(shape, plan, machine, result["memory"]["total"]) if machine is not None else {})
 
 
@@ -85,13 +92,14 @@ def find_layouts(config: RunConfig, gpus: int, cluster: str = "h200", keep: int 
 
     Raises:
         ModelError: the model's config cannot be found or read.
-        ConfigError: no layout fits, or so many GPUs are nowhere.
+        ConfigError: no layout can be, or none fits, or so many GPUs are nowhere.
     """
     _refuse_more_than_there_are(gpus)
     machine = find_cluster(cluster)
-    length = config.data.sequence_length
-    tokens = config.train.tokens_per_step or (config.train.rows_per_step or 0) * length or _TOKENS_A_GPU * gpus
-    about, refusal = _measured(config, machine, gpus)
+    length, method = config.data.sequence_length, beside(config, cpu=machine.shared)
+    told = config.train.tokens_per_step or config.train.rows_per_step
+    tokens = _step_tokens(config, method) if told else _TOKENS_A_GPU * gpus
+    about, refusal = _measured(config, machine, gpus, method)
     found = search(
         about.shape,
         machine,
@@ -100,9 +108,12 @@ def find_layouts(config: RunConfig, gpus: int, cluster: str = "h200", keep: int 
         step_tokens=tokens,
         refusal=refusal,
         schedule=config.parallel.pipeline_schedule,
+        stages_per_rank=stages_of(config.parallel.pipeline_schedule, config.parallel.stages_per_rank),
+        method=method,
         keep=keep,
     )
-    result = _about(config, about, found[0].plan)
+    result = _about(config, about, method)
+    result["method"]["notes"] += _alone(method)
     local = machine.for_ranks(gpus)
     entries = [_entry(about.shape, one, local) for one in found]
     return result | {"cluster": machine.name, "gpus": gpus, "step_tokens": tokens, "layouts": entries}
@@ -146,17 +157,24 @@ def _ranks(parallel: ParallelConfig) -> int:
     return product
 
 
-def _plan(config: RunConfig, parallel: ParallelConfig, layout: Layout) -> Plan:
+def _step_tokens(config: RunConfig, method: Beside) -> int:
+    rows = (config.train.rows_per_step or 16) * method.documents
+    grpo = config.method.name == "grpo"  # whose tokens a step are those of its prompts
+    return (config.train.tokens_per_step if not grpo else None) or rows * config.data.sequence_length
+
+
+def _plan(config: RunConfig, parallel: ParallelConfig, layout: Layout, method: Beside) -> Plan:
     length = config.data.sequence_length
-    tokens = config.train.tokens_per_step or (config.train.rows_per_step or 16) * length
+    tokens = _step_tokens(config, method)
     program = PROGRAMS[parallel.pipeline_schedule]
     stages = parallel.stages_per_rank or program.stages_per_rank if layout.pp > 1 else 1
-    microbatches = max(1, -(-tokens // (length * layout.data_ranks)))
+    microbatches = max(1, -(-tokens // (length * method.together * layout.data_ranks)))
     if layout.pp > 1:
         microbatches = program.microbatches(microbatches, layout.pp, stages)
     return Plan(
         layout,
         length,
+        rows=method.together,
         microbatches=microbatches,
         checkpointing=config.train.activation_checkpointing,
         reshard=parallel.reshard == "always" or (parallel.reshard == "auto" and layout.pp == 1),
@@ -168,30 +186,50 @@ def _plan(config: RunConfig, parallel: ParallelConfig, layout: Layout) -> Plan:
     )
 
 
-def _measured(config: RunConfig, machine: Cluster, gpus: int) -> tuple[measured.About, Refusal]:
-    """A run's model in sizes, and the degrees that it admits: from the table where it is there, else measured now."""
+def _measured(config: RunConfig, machine: Cluster, gpus: int, method: Beside) -> tuple[measured.About, Refusal]:
+    """A run's model in sizes, and the degrees that the run admits: from the table where it is there, else measured."""
     kept = measured.find(config) if not machine.shared else None
     if kept is not None and max(gpus, machine.gpus_per_node) <= measured.MOST_RANKS:
-        return kept.about, kept.refusal
+        return kept.about, _refusal(config, kept.refusal, method)
     from luthier.estimate.prepare import prepare, refusals
 
     prepared = prepare(config, cpu=machine.shared)
     about = measured.About(type(prepared.model).__name__, prepared.adapter, prepared.precision, prepared.shape)
-    return about, refusals(prepared)
+    return about, _refusal(config, refusals(prepared, config), method)
 
 
-def _about(config: RunConfig, about: measured.About, plan: Plan) -> dict[str, Any]:
+def _refusal(config: RunConfig, of_model: Refusal, method: Beside) -> Refusal:
+    """What the run's method refuses, or else its model, or else the reference that is laid out as it is."""
+    asked = [of_model]
+    if method.reference is not None:
+        from luthier.parallel import rules
+
+        asked.append(rules.refusals(method.reference))
+
+    def refusal(name: str, degree: int) -> str | None:
+        if degree > 1 and (why := config.method.refused_degree(name)):
+            return why
+        return next((why for of in asked if (why := of(name, degree))), None)
+
+    return refusal
+
+
+def _about(config: RunConfig, about: measured.About, method: Beside) -> dict[str, Any]:
     shape, length = about.shape, config.data.sequence_length
     one = Plan(Layout(), length)
     forward = useful(shape, one, backward=False)
-    token = useful(shape, one) / length
-    tokens = config.train.tokens_per_step or (config.train.rows_per_step or 16) * length
+    backward = useful(shape, one) - forward
+    others = method.forwards * forward
+    others += useful(method.teacher, one, backward=False) if method.teacher is not None else 0.0
+    token = ((forward + backward) * method.updates + others) / length
+    tokens = _step_tokens(config, method)
     steps = config.train.steps
     return {
         "model": config.model,
         "architecture": about.architecture,
         "adapter": about.adapter,
         "precision": about.precision,
+        "method": {"name": config.method.name, "notes": list(method.notes)},
         "sequence_length": length,
         "parameters": {
             "total": shape.parameters,
@@ -199,12 +237,19 @@ def _about(config: RunConfig, about: measured.About, plan: Plan) -> dict[str, An
         },
         "flops": {
             "token_forward": round(forward / length),
-            "token_backward": round(token - forward / length),
+            "token_backward": round(backward / length),
+            "token_beside": round(others / length),
             "token": round(token),
             "step": round(token * tokens),
             "run": round(token * tokens * steps) if steps is not None else None,
         },
     }
+
+
+def _alone(method: Beside) -> list[str]:
+    """What figures of a layout leave out."""
+    more = method.forwards or method.updates > 1 or method.samples or method.teacher is not None
+    return ["messages, time and MFU are those of one pass that trains, without what is beside it"] if more else []
 
 
 def _traffic(shape: ModelShape, plan: Plan, machine: Cluster | None) -> dict[str, Any]:

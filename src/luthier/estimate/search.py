@@ -5,16 +5,18 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from luthier.errors import ConfigError
+from luthier.estimate.beside import NOTHING, Beside
 from luthier.estimate.cluster import Cluster
 from luthier.estimate.memory import Memory, memory
 from luthier.estimate.plan import Checkpointing, Plan
 from luthier.estimate.shape import ModelShape
 from luthier.estimate.time import Time, least_time, mfu, step_time
-from luthier.parallel.layout import Layout
+from luthier.parallel.layout import Layout, Refusal
+from luthier.parallel.programs import PROGRAMS
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("off", "selective", "full")
 
@@ -40,10 +42,6 @@ class Found:
         return self.plan.step_tokens / self.time.total
 
 
-Refusal = Callable[[str, int], str | None]
-"""(degree's name, degree) -> why the model cannot be cut so, None where it can."""
-
-
 def search(
     shape: ModelShape,
     cluster: Cluster,
@@ -53,6 +51,8 @@ def search(
     step_tokens: int,
     refusal: Refusal = lambda name, degree: None,
     schedule: str = "1f1b",
+    stages_per_rank: int = 1,
+    method: Beside = NOTHING,
     keep: int = 10,
 ) -> list[Found]:
     """Weigh every layout, size of microbatch and recomputation that fits.
@@ -65,20 +65,25 @@ def search(
         ranks: how many.
         length: tokens of a document.
         step_tokens: of a step of all ranks; what is nearest to it with whole microbatches is taken.
-        refusal: says which degrees the model admits.
+        refusal: says which degrees the run admits.
         schedule: of the pipeline.
+        stages_per_rank: of that schedule.
+        method: what the way of training keeps beside the model.
         keep: how many to return.
 
     Raises:
-        ConfigError: none fits; says which comes nearest.
+        ConfigError: none can be, or none fits; says why, or which comes nearest.
     """
     cluster = cluster.for_ranks(ranks)
     limit = cluster.memory * cluster.memory_share
+    possible = list(layouts(shape, ranks, cluster.gpus_per_node, refusal, stages_per_rank))
+    if not possible:
+        what = f"no layout of {ranks:,} ranks can be: on dp_shard {ranks}, {refusal('dp_shard', ranks)}"
+        raise ConfigError(what, where="--gpus", remedy="take one GPU")
     plans = [
-        # between the passes of one microbatch a pipeline runs others: layers would be gathered over and over
-        Plan(layout, length, rows, microbatches, reshard=layout.pp == 1, schedule=schedule)
-        for layout in layouts(shape, ranks, cluster.gpus_per_node, refusal)
-        for rows, microbatches in _batches(layout, length, step_tokens)
+        _plan(layout, length, rows, microbatches, schedule, stages_per_rank)
+        for layout in possible
+        for rows, microbatches in _batches(layout, length, step_tokens, method.together)
     ]
     least = {plan: least_time(shape, plan, cluster) / plan.step_tokens for plan in plans}
     best: dict[Layout, Found] = {}
@@ -92,7 +97,7 @@ def search(
             continue
         for checkpointing in CHECKPOINTING:
             plan = replace(fastest, checkpointing=checkpointing)
-            needed = memory(shape, plan)
+            needed = memory(shape, plan, method)
             if smallest is None or needed.total < smallest[0]:
                 smallest = (needed.total, plan)
             if needed.total > limit:
@@ -113,12 +118,21 @@ def search(
     return ranked[:keep]
 
 
-def layouts(shape: ModelShape, ranks: int, gpus_per_node: int, refusal: Refusal) -> Iterator[Layout]:
-    """Every layout of so many ranks that the model admits.
+def layouts(
+    shape: ModelShape, ranks: int, gpus_per_node: int, refusal: Refusal, stages_per_rank: int = 1
+) -> Iterator[Layout]:
+    """Every layout of so many ranks that the run admits.
 
     tp and cp stay within a node; where there are copies, each fills one node or four, or is one rank's.
     """
-    most = {"tp": gpus_per_node, "cp": gpus_per_node, "pp": 16, "ep": ranks}
+    most = {
+        "dp_replicate": ranks,
+        "dp_shard": ranks,
+        "tp": gpus_per_node,
+        "cp": gpus_per_node,
+        "pp": min(16, len(shape.layers) // stages_per_rank),
+        "ep": ranks,
+    }
     allowed = {
         name: [d for d in _divisors(ranks) if d == 1 or (d <= limit and refusal(name, d) is None)]
         for name, limit in most.items()
@@ -128,8 +142,10 @@ def layouts(shape: ModelShape, ranks: int, gpus_per_node: int, refusal: Refusal)
         if ranks % (tp * cp * pp):
             continue
         data = ranks // (tp * cp * pp)
-        for replicas in _divisors(data):
-            shards = data // replicas
+        for replicas in allowed["dp_replicate"]:
+            shards, rest = divmod(data, replicas)
+            if rest or shards not in allowed["dp_shard"]:
+                continue
             nodes = shards * cp * tp / gpus_per_node
             if replicas > 1 and shards > 1 and nodes not in (1, 4):
                 continue  # copies cost memory, and spare messages where their shards are near
@@ -138,18 +154,26 @@ def layouts(shape: ModelShape, ranks: int, gpus_per_node: int, refusal: Refusal)
                     yield Layout(replicas, shards, cp, tp, pp, ep)
 
 
+def _plan(layout: Layout, length: int, rows: int, microbatches: int, schedule: str, stages_per_rank: int) -> Plan:
+    """Between the passes of one microbatch a pipeline runs others: layers would be gathered over and over."""
+    if layout.pp == 1:
+        return Plan(layout, length, rows, microbatches, schedule=schedule)
+    needed = PROGRAMS[schedule].microbatches(microbatches, layout.pp, stages_per_rank)
+    return Plan(layout, length, rows, needed, reshard=False, schedule=schedule, stages_per_rank=stages_per_rank)
+
+
 def _slowest(best: dict[Layout, Found], keep: int) -> float:
     """Tokens a second of the slowest that would be kept; 0 where there is room for more."""
     rates = heapq.nlargest(keep, (found.tokens_per_second for found in best.values()))
     return rates[-1] if len(rates) == keep else 0.0
 
 
-def _batches(layout: Layout, length: int, step_tokens: int) -> Iterator[tuple[int, int]]:
+def _batches(layout: Layout, length: int, step_tokens: int, fewest: int) -> Iterator[tuple[int, int]]:
     """(documents in a microbatch, microbatches)."""
     documents = step_tokens / (length * layout.data_ranks)
     if documents < 0.75 or (layout.cp > 1 and length % (2 * layout.cp)):
         return
-    for rows in (1, 2, 4, 8):
+    for rows in (one for one in (1, 2, 4, 8) if one >= fewest):
         microbatches = round(documents / rows)
         if microbatches < max(1, layout.pp):
             break

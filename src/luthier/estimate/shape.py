@@ -68,6 +68,7 @@ class Totals:
         gradients: of the gradients of the shards.
         states: of their optimizer states.
         trained: elements of the shards that train.
+        trained_held: bytes of them.
         whole: of the weights once FSDP has gathered them.
         whole_gradients: of their gradients in the weights' dtype.
         sums: of their gradients in the dtype in which they are summed.
@@ -87,14 +88,14 @@ class Totals:
     expert_gradients: int = 0
     parts: int = 0
     wide_parts: int = 0
+    trained_held: int = 0
 
 
 @lru_cache(maxsize=1 << 16)
 def totals(weights: tuple[Weight, ...], layout: Layout) -> Totals:
     """Of a layer or a part of one."""
-    held = gradients = trained = whole = whole_gradients = sums = expert_held = expert_gradients = parts = (
-        wide_parts
-    ) = 0
+    held = gradients = trained = trained_held = whole = whole_gradients = sums = 0
+    expert_held = expert_gradients = parts = wide_parts = 0
     states = 0.0
     for weight in weights:
         shard, ranks = weight.shard(layout), weight.shards(layout)
@@ -104,6 +105,7 @@ def totals(weights: tuple[Weight, ...], layout: Layout) -> Totals:
         whole += round(shard * ranks * weight.itemsize)
         if weight.gradient:
             trained += shard
+            trained_held += round(shard * weight.itemsize)
             whole_gradients += round(shard * ranks * weight.itemsize)
             sums += shard * ranks * weight.gradient
         dealt = weight.expert and layout.ep > 1
@@ -115,7 +117,8 @@ def totals(weights: tuple[Weight, ...], layout: Layout) -> Totals:
             expert_held += round(shard * weight.itemsize)
             expert_gradients += shard * weight.gradient
     of_experts = (expert_held, expert_gradients)
-    return Totals(held, gradients, states, trained, whole, whole_gradients, sums, *of_experts, parts, wide_parts)
+    sent = (*of_experts, parts, wide_parts)
+    return Totals(held, gradients, states, trained, whole, whole_gradients, sums, *sent, trained_held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +235,11 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         return sum(weight.count for weight in self.weights)
+
+    @property
+    def whole(self) -> int:
+        """Bytes of all weights and buffers."""
+        return self.buffers + round(sum(weight.count * weight.itemsize for weight in self.weights))
 
     @property
     def has_experts(self) -> bool:

@@ -15,7 +15,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     text = _about(result)
     if "layouts" in result:
         return text + _ranked(result)
-    memory = result["memory"]
+    memory = {name: count for name, count in result["memory"].items() if count or name != "beside"}
     if "layout" in result:
         where = f" of {result['cluster']}" if "cluster" in result else ""
         text.append(f"layout              {result['layout']}, {result['ranks']:,} ranks{where}, ")
@@ -47,6 +47,10 @@ def _about(result: Mapping[str, Any]) -> list[str]:
         f"operations a token   {amount(flops['token_forward'], 'FLOP')} forward, "
         f"{amount(flops['token_backward'], 'FLOP')} backward, in rows of {result['sequence_length']:,} tokens",
     ]
+    beside = flops["token_beside"]
+    if beside:
+        text.append(f"beside them          {amount(beside, 'FLOP')} a token, forward")
+    text += [f"{result['method']['name']:<20} {note}" for note in result["method"]["notes"]]
     if "layouts" in result:
         return text
     text.append(f"operations a step    {amount(flops['step'], 'FLOP')}")
@@ -86,6 +90,7 @@ _PARTS = {
     "optimizer": "opt",
     "activations": "act",
     "logits": "head",
+    "beside": "bsd",
 }
 
 
@@ -93,7 +98,7 @@ def _ranked(result: Mapping[str, Any]) -> list[str]:
     """A table: the fastest first, memory in GiB and time in ms by their terms."""
     entries = result["layouts"]
     terms = [name for name in _TERMS if any(entry["time"][name] > 5e-5 for entry in entries)]
-    parts = list(_PARTS)
+    parts = [name for name in _PARTS if name != "beside" or any(entry["memory"][name] for entry in entries)]
     head = ["layout", "rows", "mb", "recompute", "MFU", "tokens/s", "GiB", *(_PARTS[name] for name in parts), "ms"]
     rows = [[*head, *(_TERMS[name] for name in terms), "GB in node", "GB out"]]
     for entry in entries:

@@ -37,17 +37,27 @@ def eight_bit_states(parameter: Tensor, name: str, state: str) -> dict[str, Tens
     """
     functional()
     if hasattr(parameter, "to_local"):
-        raise UserError(
-            f"8-bit moments have blocks that other layouts do not, and {name} is sharded",
-            where="optimizer.state_dtype",
-            remedy="use fp32 or bf16, or one process",
-        )
+        raise refused(name)
     zero = int((_code(state, "cpu") == 0).nonzero()[0])
     blocks = -(-parameter.numel() // BLOCK)
     return {
         state: torch.full(parameter.shape, zero, dtype=torch.uint8, device=parameter.device),
         state + SCALE: torch.zeros(blocks, dtype=torch.float32, device=parameter.device),
     }
+
+
+def has_eight_bits(parameter: Tensor, state_dtype: str) -> bool:
+    """Whether moments of a parameter are kept so, where `state_dtype` is asked for."""
+    return state_dtype == "int8" and parameter.numel() >= SMALLEST and parameter.dtype != torch.float64
+
+
+def refused(name: str) -> UserError:
+    """What is said of a parameter that is sharded."""
+    return UserError(
+        f"8-bit moments have blocks that other layouts do not, and {name} is sharded",
+        where="optimizer.state_dtype",
+        remedy="use fp32 or bf16, or one process",
+    )
 
 
 def widened(values: Tensor, scales: Tensor, state: str) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from luthier.errors import CheckpointError, UserError
 from luthier.optim import eight_bits
-from luthier.optim.eight_bits import BLOCK, SCALE, SMALLEST, eight_bit_states
+from luthier.optim.eight_bits import BLOCK, SCALE, eight_bit_states, has_eight_bits
 from luthier.optim.rounding import join, split, stochastic_round
 from luthier.optim.rules import RULES, Rule, States
 
@@ -174,11 +174,16 @@ class Optimizer(torch.optim.Optimizer):
     def _refuse_parts(self, parameter: Tensor, rule: Rule, name: str) -> None:
         placements = getattr(parameter, "placements", ())
         if not rule.elementwise and any(placement.is_shard() for placement in placements):
-            raise UserError(
-                f"{name} needs whole matrices, and {self._names[parameter]} is sharded",
-                where="optimizer.name",
-                remedy="use adamw or stochastic_adamw",
-            )
+            raise refused(name, self._names[parameter])
+
+
+def refused(rule: str, name: str) -> UserError:
+    """What is said of a parameter that is sharded, where a rule takes whole ones."""
+    return UserError(
+        f"{rule} needs whole matrices, and {name} is sharded",
+        where="optimizer.name",
+        remedy="use adamw or stochastic_adamw",
+    )
 
 
 def _update(
@@ -303,7 +308,7 @@ def _new_states(parameter: Tensor, rule: Rule, group: dict[str, Any], full_name:
     if narrow:
         dtype = torch.bfloat16 if group["state_dtype"] == "bf16" else torch.float32
     states: dict[str, Any] = {"step": 0}
-    eight = group["state_dtype"] == "int8" and parameter.numel() >= SMALLEST and dtype != torch.float64
+    eight = has_eight_bits(parameter, group["state_dtype"])
     for name, shape in rule.states(parameter.shape, group).items():
         if eight:
             states |= eight_bit_states(parameter, full_name, name)

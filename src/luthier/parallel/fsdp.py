@@ -80,7 +80,7 @@ def shard(
         if 0 in dims
     }
     whole = {parameter for parameter, dim in elsewhere.items() if dim is None} | set(packed if shards == 1 else ())
-    settings["ignored_params"] = _of_other_dtypes(model, dtype, dealt) | whole
+    settings["ignored_params"] = of_other_dtypes(model, dtype, dealt) | whole
     settings["shard_placement_fn"] = lambda parameter: (
         Shard(dim) if (dim := elsewhere.get(parameter)) is not None else None
     )
@@ -111,7 +111,7 @@ def leaves_some_without(parameter: torch.Tensor, shards: int) -> bool:
     return -(-slices // shards) * (shards - 1) >= slices
 
 
-def _of_other_dtypes(model: nn.Module, dtype: torch.dtype, dealt: Iterable[nn.Module]) -> set[nn.Parameter]:
+def of_other_dtypes(model: nn.Module, dtype: torch.dtype, dealt: Iterable[nn.Module] = ()) -> set[nn.Parameter]:
     """What trains and is kept in another dtype than the rest (routers, decays, often in fp32).
 
     A group has one dtype, and many of these are read without their module being called, so that nothing would gather

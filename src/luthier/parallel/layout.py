@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from luthier.config.sections import ParallelConfig
 from luthier.errors import ConfigError
+
+Refusal = Callable[[str, int], str | None]
+"""(name of a degree, degree) -> why it cannot be, as a clause; None where it can."""
 
 
 @dataclass(frozen=True, slots=True)

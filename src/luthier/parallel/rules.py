@@ -9,11 +9,15 @@ from dataclasses import astuple
 from functools import cache
 from typing import Any
 
-from luthier.errors import ConfigError
+from luthier.config import OptimizerConfig
+from luthier.errors import ConfigError, UserError
 from luthier.hf.anatomy import describe
 from luthier.hf.kinds import crosses, reads_text_alone, sees
-from luthier.parallel import context, cuttable, expert, tensor
-from luthier.parallel.layout import Layout
+from luthier.optim import eight_bits
+from luthier.optim.eight_bits import has_eight_bits
+from luthier.optim.optimizer import refused as whole_matrices
+from luthier.parallel import context, cuttable, expert, fsdp, tensor
+from luthier.parallel.layout import Layout, Refusal
 
 REFUSALS: dict[str, Callable[[Any, int], str | None]] = {
     "tp": tensor.refusal,
@@ -23,8 +27,8 @@ REFUSALS: dict[str, Callable[[Any, int], str | None]] = {
 }
 """Degree -> refusal(model, degree): the reason as a clause, or None. Data parallelism cuts any model."""
 
-
 _EYES = "what sees has no plan for it"
+_LATE = "are put together after the backward pass"
 
 
 def check_pictures(layout: Layout) -> None:
@@ -46,39 +50,72 @@ def check_in_backward(layout: Layout) -> None:
     Raises:
         ConfigError: it has tp, cp, pp or ep; names the degrees.
     """
-    named = [name for name in ("tp", "cp", "pp", "ep") if getattr(layout, name) > 1]
+    named = [name for name in REFUSALS if getattr(layout, name) > 1]
     if named:
         raise ConfigError(
-            f"gradients under {' and '.join(named)} are put together after the backward pass",
+            f"gradients under {' and '.join(named)} {_LATE}",
             where="optimizer.in_backward",
             remedy="leave it out, or take dp_shard and dp_replicate alone",
         )
 
 
-def check(model: Any, layout: Layout, stages_per_rank: int = 1) -> None:
-    """Refuse a layout that the model's mathematics does not admit.
+def needs_whole(model: Any, name: str, optimizer: OptimizerConfig) -> UserError | None:
+    """What speaks against a degree that shards what an optimizer takes whole: eight-bit moments, and matrices.
 
     Args:
         model: whole, on meta or not; adapters may be in place.
-        layout: asked for.
-        stages_per_rank: of the pipeline's schedule.
-
-    Raises:
-        ConfigError: with the reason, and the nearest layout of as many ranks that works.
+        name: of the degree. FSDP, which dp_replicate and cp have too, shards all that trains, but for what is kept in
+            another dtype than the rest; tp makes parts of all, of which some are whole; pp and ep leave weights alone.
+        optimizer: that will train it.
     """
+    if name == "tp":
+        found = [(key, p, lie.placement.is_shard()) for key, p, lie in tensor.lies(model)]
+    elif name in ("dp_replicate", "dp_shard", "cp"):
+        apart = {id(p) for p in fsdp.of_other_dtypes(model, next(iter(model.parameters())).dtype)}
+        found = [(key, p, True) for key, p in model.named_parameters() if id(p) not in apart]
+    else:
+        return None
+    layers = tuple(f"{layer}." for layer in describe(model).layers)
+    for key, parameter, is_cut in found:
+        if not parameter.requires_grad:
+            continue
+        if has_eight_bits(parameter, getattr(optimizer, "state_dtype", "")):
+            return eight_bits.refused(key)
+        hidden = parameter.ndim == 2 and key.startswith(layers)
+        if is_cut and (optimizer.name == "adafactor" or (optimizer.name == "muon" and hidden)):
+            return whole_matrices(optimizer.name, key)
+    return None
 
+
+def refusals(
+    model: Any, stages_per_rank: int = 1, optimizer: OptimizerConfig | None = None, *, pictures: bool = False
+) -> Refusal:
+    """Why a model cannot have a degree, asked one by one: what `check` refuses, a search of layouts leaves out.
+
+    Args:
+        model: whole, on meta or not; adapters may be in place.
+        stages_per_rank: of the pipeline's schedule.
+        optimizer: that will train it; None where nothing trains.
+        pictures: rows have some.
+
+    Returns:
+        reason(name of any degree, degree): a clause, None where it can.
+    """
     seeing = sees(model.config)
-    if seeing and layout.ranks > 1 and crosses(model.config):
-        what = (
-            f"{type(model).__name__} cannot run on several ranks: text without images passes its layers over that see"
-        )
-        raise ConfigError(what, where="parallel", remedy="run one process")
 
     @cache
     def reason(name: str, degree: int) -> str | None:
         if degree == 1:
             return None
-        if seeing and not reads_text_alone(model.config):
+        if seeing and crosses(model.config):
+            return "text without images passes its layers over that see"
+        if optimizer is not None and (error := needs_whole(model, name, optimizer)) is not None:
+            return error.what
+        if name not in REFUSALS:
+            return None
+        if optimizer is not None and optimizer.in_backward:
+            return f"gradients under {name} {_LATE}"
+        if seeing and (pictures or not reads_text_alone(model.config)):
             return _EYES
         why = getattr(model, "refused_layouts", {}).get(name)  # by what is beside the weights
         if why is not None and (said := why(degree) if callable(why) else why):
@@ -87,6 +124,28 @@ def check(model: Any, layout: Layout, stages_per_rank: int = 1) -> None:
             return cuttable.refusal(model, degree, stages_per_rank)
         return REFUSALS[name](model, degree)
 
+    return reason
+
+
+def check(model: Any, layout: Layout, stages_per_rank: int = 1, optimizer: OptimizerConfig | None = None) -> None:
+    """Refuse a layout that the model's mathematics does not admit, or its optimizer's.
+
+    Args:
+        model: whole, on meta or not; adapters may be in place.
+        layout: asked for.
+        stages_per_rank: of the pipeline's schedule.
+        optimizer: that will train it; None where nothing trains.
+
+    Raises:
+        ConfigError: with the reason, and the nearest layout of as many ranks that works.
+        UserError: the optimizer takes whole weights, of which the layout makes shards.
+    """
+    if optimizer is not None and optimizer.in_backward:
+        check_in_backward(layout)
+    reason = refusals(model, stages_per_rank)
+    if layout.ranks > 1 and (why := reason("dp_shard", layout.ranks)):
+        what = f"{type(model).__name__} cannot run on several ranks: {why}"
+        raise ConfigError(what, where="parallel", remedy="run one process")
     for name in REFUSALS:
         degree = getattr(layout, name)
         if why := reason(name, degree):
@@ -96,6 +155,9 @@ def check(model: Any, layout: Layout, stages_per_rank: int = 1) -> None:
                 where, works = "stages_per_rank", f"{fewer} of them, or {works},"
             what = f"{type(model).__name__} cannot run on {name} {degree}: {why}"
             raise ConfigError(what, where=f"parallel.{where}", remedy=f"{works} would work")
+    for name in ("dp_replicate", "dp_shard", "cp", "tp"):
+        if optimizer is not None and getattr(layout, name) > 1 and (error := needs_whole(model, name, optimizer)):
+            raise error
 
 
 def _fewer_stages(model: Any, degree: int, stages_per_rank: int) -> int | None:
@@ -104,7 +166,7 @@ def _fewer_stages(model: Any, degree: int, stages_per_rank: int) -> int | None:
     return most if 2 <= most < stages_per_rank and cuttable.refusal(model, degree, most) is None else None
 
 
-def nearest(layout: Layout, reason: Callable[[str, int], str | None]) -> Layout:
+def nearest(layout: Layout, reason: Refusal) -> Layout:
     """The layout of as many ranks that is most like this one, of those that nothing speaks against.
 
     Args:

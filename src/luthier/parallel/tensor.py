@@ -196,6 +196,14 @@ def _owners(model: Any) -> list[str]:
     return [*anatomy.layers, *(name for name, _ in model.named_children())]
 
 
+def lies(model: Any) -> Iterator[tuple[str, Tensor, Lie]]:
+    """Each parameter of a whole model: its full name, itself, and how it would lie on ranks of tp."""
+    modules, styles = dict(model.named_modules()), tensor_plan(model).styles
+    for name, parameter in model.named_parameters():
+        owner, _, key = name.rpartition(".")
+        yield name, parameter, _lie(modules, styles, owner, key, parameter)
+
+
 def _lie(modules: dict[str, nn.Module], styles: dict[str, str], name: str, key: str, parameter: Tensor) -> Lie:
     parent, _, leaf = name.rpartition(".")
     if leaf in ADAPTER_PARTS and parent in modules:

@@ -13,8 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from luthier.config import LoraConfig, RunConfig
-from luthier.config.reinforcement import GrpoConfig
+from luthier.config import RunConfig
 from luthier.data.loader import Loader, LoaderState, Rows, StepBatch, StreamRows
 from luthier.engine import randomness
 from luthier.engine.checkpoint import Checkpointer, check_unchanged, random_states, read_record, reading
@@ -206,7 +205,7 @@ def open_run(
         rows=rows,
         interruption=interruption,
         total=loader.steps_total(),
-        initial=Initial(state) if _compares_with_start(config) else None,
+        initial=Initial(state) if config.compares_with_start else None,
     )
     if state.is_main:
         run.checkpoints.tidy()
@@ -225,19 +224,6 @@ def open_run(
             logger.warning("starting anew: the checkpoints in %s are removed", directory.checkpoints)
             run.checkpoints.clear()
     return run
-
-
-def _compares_with_start(config: RunConfig) -> bool:
-    """Whether every step asks the model as it was before the first one."""
-    method, adapter = config.method, config.adapter
-    if isinstance(method, GrpoConfig):
-        return method.beta > 0
-    reference = getattr(method, "reference", None)
-    if reference == "precomputed" and isinstance(adapter, LoraConfig) and adapter.start_from is None:
-        # What these begin as cannot be had again later, by opening the model or by switching adapters off.
-        again = adapter.quantize is not None or bool(adapter.new_tokens)
-        return again and (bool(adapter.train_modules) or adapter.init.startswith("loftq"))
-    return bool(reference == "base")
 
 
 def save(run: Run) -> None:
