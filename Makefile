@@ -25,7 +25,7 @@ help:
 	@echo "make demo       train a small real model on the data that comes with Luthier, and ask it before and after"
 	@echo "make examples   every run under examples/, a few steps each on tiny models"
 	@echo "make test       all tests, offline"
-	@echo "make soak       the tests that kill and repeat, to their promised size: 20 kills of a run, 5 of a server"
+	@echo "make soak       the long tests: 20 kills of a run, 5 of a server, the notebooks, every named model on every layout"
 	@echo "make test-postgresql  the server's tests on PostgreSQL (needs Debian's package postgresql)"
 	@echo "make load       2,000 polls and 200 samples at once: lateness, memory"
 	@echo "make fuzz       20,000 requests of ill will to a server; REQUESTS=n SEED=n for others"
@@ -55,7 +55,7 @@ test: .venv/.test
 
 soak: .venv/.test
 	LUTHIER_SOAK=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile \
-		tests/recipes/test_train.py tests/tinker/server/test_restart.py
+		--no-loadscope-reorder -m "soak or repeats"
 
 test-postgresql: .venv/.test
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.tinker.server.postgresql $(BIN)/python -m pytest \

@@ -56,6 +56,7 @@ def newest(home: Path, output: str) -> Path:
     return max(home.glob(f"jobs/*/workspace/output/{output}"), key=lambda path: path.stat().st_mtime)
 
 
+@pytest.mark.soak
 def test_full_fine_tuning(full: tuple[str, Path]) -> None:
     told, export = full
     assert "full_finetune_single_device ['node-0']\nComplete 100 %" in told
@@ -66,6 +67,7 @@ def test_full_fine_tuning(full: tuple[str, Path]) -> None:
     opens(export)
 
 
+@pytest.mark.soak
 def test_lora(full: tuple[str, Path], home: Path) -> None:
     told = said(run("lora", home.parent / "lora.ipynb", home=str(home), steps=1, model=f"file://{full[1]}"))
     steps = re.findall(r"^(\S+) +Complete, exit code 0$", told, re.MULTILINE)
@@ -75,6 +77,7 @@ def test_lora(full: tuple[str, Path], home: Path) -> None:
     opens(home / "merged")
 
 
+@pytest.mark.soak
 def test_chat_data(full: tuple[str, Path], home: Path) -> None:
     more: dict[str, Any] = {"home": str(home), "steps": 1, "asked": 1}
     told = said(run("chat_data", home.parent / "chat.ipynb", model=f"file://{full[1]}", **more))
@@ -84,6 +87,7 @@ def test_chat_data(full: tuple[str, Path], home: Path) -> None:
     opens(newest(home, "export"))
 
 
+@pytest.mark.soak
 def test_a_training_function_of_ones_own(full: tuple[str, Path], home: Path) -> None:
     told = said(run("custom_function", home.parent / "own.ipynb", home=str(home), steps=2, model=str(full[1])))
     first, second = (float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+)$", told, re.MULTILINE))

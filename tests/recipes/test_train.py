@@ -127,6 +127,7 @@ def test_a_run_of_part_of_an_epoch_is_given_more_and_ends_with_a_checkpoint(tmp_
     assert read_record(newest)["counters"]["rows"] == 48
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("adapter", [{"rank": 4}, None])
 def test_kills_at_random_moments_change_nothing(tmp_path: Path, rows: Path, adapter: Any) -> None:
     changes = {"adapter": adapter, "checkpoint": {"every": 1, "keep": 2}, "train": {"epochs": 3, "rows_per_step": 3}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from luthier.hf.tiny import debug_config
-from tests.verify.proof import LAYOUTS, Proofs, right, said
+from tests.verify.proof import LAYOUTS, Proofs, by_turns, right
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
@@ -13,17 +13,16 @@ KINDS = ["gemma2", "gemma3_text", "cohere2", "gpt2", "falcon"]
 EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe"]
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=said)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layout_computes_what_plain_transformers_does(kind: str, parallel: dict[str, int], proofs: Proofs) -> None:
-    for lora in (False, True):
-        right(proofs.cell(kind, debug_config(kind), parallel, lora=lora))
+@pytest.mark.parametrize(("kind", "parallel", "lora"), by_turns(KINDS, LAYOUTS))
+def test_a_layout_computes_what_plain_transformers_does(
+    kind: str, parallel: dict[str, int], lora: bool, proofs: Proofs
+) -> None:
+    right(proofs.cell(kind, debug_config(kind), parallel, lora=lora))
 
 
-@pytest.mark.parametrize("kind", EXPERTS)
-def test_experts_on_two_ranks(kind: str, proofs: Proofs) -> None:
-    for lora in (False, True):
-        right(proofs.cell(kind, debug_config(kind), {"dp_shard": 2, "ep": 2}, lora=lora))
+@pytest.mark.parametrize(("kind", "parallel", "lora"), by_turns(EXPERTS, [{"dp_shard": 2, "ep": 2}]))
+def test_experts_on_two_ranks(kind: str, parallel: dict[str, int], lora: bool, proofs: Proofs) -> None:
+    right(proofs.cell(kind, debug_config(kind), parallel, lora=lora))
 
 
 def test_a_model_that_keeps_its_head_and_most_of_its_arithmetic_in_fp32(proofs: Proofs) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Semaphore
 from typing import Any
 
+import pytest
 from tinker import types
 
 from tests.soak import soaked
@@ -66,6 +67,7 @@ def loop(served: Served, seed: int, told: Callable[[], object]) -> dict[str, Any
     return {"found": found, "weights": weights}
 
 
+@pytest.mark.repeats
 def test_loops_outlive_a_server_that_is_killed_again_and_again(tmp_path: Path) -> None:
     with serving(MODEL, tmp_path / "server", "--precision", "fp32") as served, ThreadPoolExecutor(2) as threads:
         expected = [loop(served, seed, lambda: None) for seed in (1, 2)]

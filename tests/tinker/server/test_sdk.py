@@ -73,7 +73,7 @@ def logprobs_of(model: Any, data: list[types.Datum]) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("rows", [1, 7, 1500])
+@pytest.mark.parametrize("rows", [1, 7, pytest.param(1500, marks=pytest.mark.soak)])
 def test_forward_backward_tells_what_transformers_computes(
     service: tinker.ServiceClient, smollm2: str, plain: Any, rows: int
 ) -> None:
