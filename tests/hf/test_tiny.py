@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PhiConfig, Qwen3Config
+from transformers import LlamaConfig, PhiConfig, Qwen3Config
 
 from luthier.errors import ModelError
 from luthier.hf.kinds import never_causal, not_causal
@@ -74,6 +74,12 @@ def test_a_debug_model_is_small_and_the_same_for_a_seed(kind: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
     assert first(torch.arange(4, 20)[None]).logits.isfinite().all()
+
+
+def test_heads_that_share_nothing_are_as_few_as_there_are() -> None:
+    for heads, few in ((2, 2), (32, 4)):
+        small = shrink(LlamaConfig(num_attention_heads=heads, num_key_value_heads=heads))
+        assert (small.num_attention_heads, small.num_key_value_heads) == (few, few)
 
 
 def test_layers_of_every_kind_are_kept() -> None:

@@ -185,7 +185,8 @@ def _head_sizes(values: Mapping[str, Any], grouped: bool) -> dict[str, Any]:
     heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
     latent = isinstance(values.get("kv_lora_rank"), int)
     if "num_key_value_heads" in values and (latent or kv_heads is None or (kv_heads == heads and not grouped)):
-        changed["num_key_value_heads"] = 4  # heads that share nothing go on sharing nothing
+        few = min(4, heads) if isinstance(heads, int) else 4
+        changed["num_key_value_heads"] = few  # heads that share nothing go on sharing nothing
     for name, size in (("n_routed_experts", 4), ("num_experts_per_tok", 2)):
         if name in values and values[name] is None:
             changed[name] = size
