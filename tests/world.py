@@ -77,7 +77,7 @@ class World:
             our_in, their_out = os.pipe()
             command = [sys.executable, "-m", "tests.world", store, str(rank), str(self.size)]
             environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(self.size), "LOCAL_RANK": str(rank)}
-            environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
             process = subprocess.Popen(
                 [*command, str(their_in), str(their_out)], cwd=ROOT, env=environment, pass_fds=(their_in, their_out)
             )
