@@ -21,7 +21,7 @@ from luthier.hf.tokenizer import load_tokenizer
 from luthier.verify.reference import widening
 from tests.oracles.plain import Reference, gradient_errors, plain_model, weighted_sum
 
-ROWS = 3
+ROWS = 2
 ROW_FILE = Path(__file__).parents[2] / "src" / "luthier" / "demo" / "heldout.jsonl"
 
 

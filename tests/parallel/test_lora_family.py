@@ -18,6 +18,7 @@ from tests.adapters.models import PEFT_WARNINGS
 from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong
 from tests.oracles.rows import documents
 from tests.parallel.cases import filed_reference, measure, ready, whole
+from tests.soak import by_turns
 from tests.world import RankError
 
 pytestmark = [*PEFT_WARNINGS, pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning")]
@@ -59,9 +60,7 @@ def test_dora(world: Any, models: dict[str, Path], kind: str, layout: dict[str, 
     check(world(2).run(measure, models[kind], layout, documents(), lora=lora), expected)
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied", "gpt2"])
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp_shard": 2}, {"cp": 2}, {"pp": 2}], ids=str)
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(("kind", "layout", "dora"), by_turns(["llama", "tied", "gpt2"], LAYOUTS, "LoRA", "DoRA"))
 def test_beside_the_table(
     world: Any, models: dict[str, Path], kind: str, layout: dict[str, int], dora: bool, tmp_path: Path
 ) -> None:

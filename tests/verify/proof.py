@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from transformers import PreTrainedConfig
 
 from luthier.hf.shrink import VOCABULARY
@@ -93,19 +92,3 @@ class Proofs:
 def right(cell: Cell) -> None:
     """Assert that a cell is right, or show what is not."""
     assert cell.status == "right", f"{cell.layout}: {cell.status}, {cell.reason}\n{cell.trace}"
-
-
-def said(parallel: dict[str, int]) -> str:
-    """A layout as the name of a test says it."""
-    return "-".join(f"{name}{degree}" for name, degree in parallel.items())
-
-
-def by_turns(names: Sequence[str], layouts: Sequence[dict[str, int]]) -> list[Any]:
-    """Each model on each layout, with LoRA or with all weights in turn; the other of the two in `make soak`."""
-    return [
-        pytest.param(name, layout, lora, id=f"{name}-{said(layout)}-{'lora' if lora else 'full'}", marks=marks)
-        for row, name in enumerate(names)
-        for column, layout in enumerate(layouts)
-        for lora in (False, True)
-        for marks in ([pytest.mark.soak] if (row + column + lora) % 2 else [],)
-    ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from luthier.hf.tiny import debug_config
-from tests.verify.proof import LAYOUTS, Proofs, by_turns, right
+from tests.soak import by_turns
+from tests.verify.proof import LAYOUTS, Proofs, right
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
@@ -13,14 +14,14 @@ KINDS = ["gemma2", "gemma3_text", "cohere2", "gpt2", "falcon"]
 EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe"]
 
 
-@pytest.mark.parametrize(("kind", "parallel", "lora"), by_turns(KINDS, LAYOUTS))
+@pytest.mark.parametrize(("kind", "parallel", "lora"), by_turns(KINDS, LAYOUTS, "full", "LoRA"))
 def test_a_layout_computes_what_plain_transformers_does(
     kind: str, parallel: dict[str, int], lora: bool, proofs: Proofs
 ) -> None:
     right(proofs.cell(kind, debug_config(kind), parallel, lora=lora))
 
 
-@pytest.mark.parametrize(("kind", "parallel", "lora"), by_turns(EXPERTS, [{"dp_shard": 2, "ep": 2}]))
+@pytest.mark.parametrize(("kind", "parallel", "lora"), by_turns(EXPERTS, [{"dp_shard": 2, "ep": 2}], "full", "LoRA"))
 def test_experts_on_two_ranks(kind: str, parallel: dict[str, int], lora: bool, proofs: Proofs) -> None:
     right(proofs.cell(kind, debug_config(kind), parallel, lora=lora))
 
