@@ -35,7 +35,7 @@ class Ranking(HiddenLoss):
         found = _scores(state, hidden, chosen)
         values = found.new_zeros(batch.tokens)
         if chosen.numel() == 0:  # whoever shares weights has to take part
-            return 0.0 * _scores(state, hidden, chosen.new_zeros(1)).sum(), values
+            return 0.0 * _scores(state, hidden, chosen.new_zeros(1)).sum(dtype=torch.float64), values
         pairs, margins = found.view(-1, 2), batch.inputs["margin"].view(-1, 2)[:, 0]
         weights = row.weights[0, chosen].view(-1, 2)[:, 0]
         loss = bradley_terry(pairs[:, 0], pairs[:, 1], weights, margins.to(found.dtype), self.center)
