@@ -57,7 +57,8 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
     told = torch.zeros(4, dtype=torch.float64)
     for microbatch, output in zip(own, outputs, strict=True):
         told += _rewarded(method, *gains_of(microbatch, output.logprobs.cpu()))
-    return {**update(run, batch, outputs), **_report(totals(run, told.tolist())), "divergence": divergence}
+    taken = replace(batch, microbatches=own)
+    return {**update(run, taken, outputs), **_report(totals(run, told.tolist())), "divergence": divergence}
 
 
 def measure(run: Run) -> Compared:
