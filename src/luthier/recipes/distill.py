@@ -77,12 +77,15 @@ def teacher_of(run: Run) -> Network:
     """The teacher, whole, in evaluation mode.
 
     Raises:
-        ConfigError: its head has other tokens, or it cannot read the run's rows as these are packed for the model.
+        ConfigError: top_k is more tokens than there are, its head has other tokens, or it cannot read the run's rows as these are packed for the model.
         ModelError: it cannot be read.
     """
     config, state, method = run.config, run.state, run.config.method
     assert isinstance(method, DistillConfig)
-    adapter = method.teacher_adapter
+    adapter, tokens = method.teacher_adapter, _outputs(state.outline)
+    if method.top_k is not None and method.top_k > tokens:
+        what = f"it is {method.top_k:,}, and the vocabulary has {tokens:,} tokens"
+        raise ConfigError(what, where="method.top_k", remedy=f"set it to {tokens} or less, or leave it out")
     with stage("loading the teacher"):
         teacher = build_network(
             _source(method),
@@ -94,9 +97,8 @@ def teacher_of(run: Run) -> Network:
             seed=config.seed,
         )
     teacher.model.eval().requires_grad_(False)
-    sizes = [_outputs(model) for model in (state.outline, teacher.model)]
-    if sizes[0] != sizes[1]:
-        what = f"it gives logits of {sizes[1]:,} tokens, and the model of {sizes[0]:,}"
+    if (said := _outputs(teacher.model)) != tokens:
+        what = f"it gives logits of {said:,} tokens, and the model of {tokens:,}"
         raise ConfigError(what, where="method.teacher", remedy="take a teacher of the same vocabulary")
     packed = config.data.packing and not method.precompute and not unpackable(state, run.rows)
     if packed and (why := unpackable(teacher, run.rows)):
