@@ -194,6 +194,36 @@ def test_the_reference_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert asked == [6, 4, 10]
 
 
+@pytest.mark.parametrize("answer", [0, 1])
+@pytest.mark.parametrize("part", ["train", "validation"])
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_reference_that_is_not_finite(
+    method: str, part: str, answer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the row, and is asked again by the next run."""
+    config = config_of("debug:llama", rows_of({"name": method}), tmp_path, method)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("".join((tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)[1:]))
+    data = config.data.model_dump() | {"validation": str(tmp_path / "rows.jsonl"), part: str(bad), "cache": False}
+    config = RunConfig.model_validate(config.model_dump(mode="json") | {"data": data})
+    own = references.logprobs
+
+    def poisoned(network: Any, batches: Sequence[Batch], share_prefixes: bool) -> list[torch.Tensor]:
+        found = own(network, batches, share_prefixes)
+        for batch, values in zip(batches, found, strict=True):
+            document = 0
+            for row in batch.rows:
+                if row.number == 2 and batch.origins[document] == f"{bad}:3":
+                    values[slice(*batch.cu_seqlens[document + answer : document + answer + 2].tolist())] = math.nan
+                document += row.documents
+        return found
+
+    with monkeypatch.context() as patched, pytest.raises(NonFiniteError, match=r"not finite, in rows \S+bad\.jsonl:3;"):
+        patched.setattr(references, "logprobs", poisoned)
+        methods.train(config)
+    assert methods.train(config, resume="never")["steps"] == 1
+
+
 @pytest.mark.parametrize("name", ["dpo", "orpo", "simpo", "kto"])
 def test_examples_move_the_margin_of_held_out_answers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
