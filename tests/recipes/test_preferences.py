@@ -218,9 +218,10 @@ def test_a_reference_that_is_not_finite(
                 document += row.documents
         return found
 
-    with monkeypatch.context() as patched, pytest.raises(NonFiniteError, match=r"not finite, in rows \S+bad\.jsonl:3;"):
-        patched.setattr(references, "logprobs", poisoned)
+    monkeypatch.setattr(references, "logprobs", poisoned)
+    with pytest.raises(NonFiniteError, match=r"not finite, in rows \S+bad\.jsonl:3;"):
         methods.train(config)
+    monkeypatch.setattr(references, "logprobs", own)
     assert methods.train(config, resume="never")["steps"] == 1
 
 

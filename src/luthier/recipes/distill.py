@@ -77,7 +77,8 @@ def teacher_of(run: Run) -> Network:
     """The teacher, whole, in evaluation mode.
 
     Raises:
-        ConfigError: top_k is more tokens than there are, its head has other tokens, or it cannot read the run's rows as these are packed for the model.
+        ConfigError: top_k is more tokens than there are, its head has other tokens, or it cannot read the run's rows as
+            these are packed for the model.
         ModelError: it cannot be read.
     """
     config, state, method = run.config, run.state, run.config.method
