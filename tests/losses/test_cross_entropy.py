@@ -273,3 +273,30 @@ def test_frozen_head_gets_no_gradient() -> None:
     loss.backward()
     _, _, want = oracle(hidden, weight, None, targets, coefficients)
     assert error(hidden.grad, want[0]) < 2e-6
+
+
+def require_no_more(slope: torch.Tensor, hidden: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(slope.square().sum(), hidden, retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice a function that was marked with @once_differentiable"):
+        slope.square().sum().backward()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_second_derivative_is_refused(known: bool, frozen: bool) -> None:
+    hidden, weight, _, targets, coefficients = make(11, torch.float64)
+    weight.requires_grad_(not frozen)
+    if known:
+        loss = streamed_cross_entropy(hidden, weight, targets, coefficients)[0].square()
+    else:
+        loss = (streamed_logprobs(hidden, weight, targets) * coefficients).sum().square()
+    [slope] = torch.autograd.grad(loss, hidden, create_graph=True)
+    require_no_more(slope, hidden)
+
+
+def test_a_second_derivative_of_any_head_is_refused() -> None:
+    hidden, weight, _, targets, coefficients = make(11, torch.float64)
+    loss, _ = cross_entropy_from_logits(lambda piece: piece @ weight.T, hidden, targets, coefficients)
+    [slope] = torch.autograd.grad(loss.square(), hidden, create_graph=True)
+    require_no_more(slope, hidden)

@@ -171,3 +171,13 @@ def test_a_teacher_of_more_logits_is_refused(place: Path) -> None:
     save_strong(debug_config("qwen3", vocab_size=512), place / "teacher")
     with pytest.raises(ConfigError, match="it gives logits of 512 tokens, and the model of"):
         distill.train(config(place, "run", {}))
+
+
+@pytest.mark.parametrize("precompute", [True, False])
+def test_more_tokens_than_the_vocabulary_has_are_refused(place: Path, precompute: bool) -> None:
+    size = debug_config("llama").vocab_size
+    run = config(place, "run", {"top_k": 100_000, "precompute": precompute})
+    with pytest.raises(ConfigError, match=rf"method\.top_k: it is 100,000, and the vocabulary has {size:,} tokens"):
+        distill.train(run)
+    most = config(place, "run", {"top_k": size, "precompute": precompute}, train={"steps": 1})
+    assert distill.train(most)["steps"] == 1

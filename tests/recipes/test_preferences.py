@@ -4,24 +4,29 @@ margins rise on pairs that were held out."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from luthier.batch import Batch
 from luthier.config import RunConfig
 from luthier.data.cache import cache_directory
-from luthier.errors import UserError
+from luthier.engine.step import ForwardBackward
+from luthier.errors import NonFiniteError, UserError
 from luthier.hf.tiny import debug_config
 from luthier.recipes import kto, methods, pairs, references, setup
 from luthier.recipes.dry_run import dry_run
 from luthier.recipes.evaluate import evaluate
 from luthier.recipes.loop import update
+from luthier.recipes.run import opened
 from tests.oracles.plain import gradient_error, save_strong
-from tests.recipes.preferences import LABELLED, PAIRS, config_of, double, one_step
+from tests.recipes.preferences import LABELLED, PAIRS, config_of, double, one_step, step_of
 from tests.recipes.test_train import assert_same_end
 
 METHODS: list[dict[str, Any]] = [
@@ -74,6 +79,21 @@ def test_a_model_that_reads_one_document_at_a_time(tmp_path: Path, monkeypatch: 
     assert gradient_error(found[1], expected[1]) < 1e-10
     mamba = config_of("debug:mamba", PAIRS, tmp_path, "dpo", train={"steps": 2, "rows_per_step": 2})
     assert methods.train(mamba)["steps"] == 2
+
+
+def test_kto_names_the_row_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("debug:llama", LABELLED, tmp_path, "kto")
+    own = kto.forward_backward_all
+
+    def poisoned(state: Any, batches: Sequence[Batch], loss: Any) -> list[ForwardBackward]:
+        [output], [batch] = own(state, batches, loss), batches
+        [fourth] = [place for place, origin in enumerate(batch.origins) if origin.endswith("jsonl:4")]
+        output.logprobs[slice(*batch.cu_seqlens[fourth : fourth + 2].tolist())] = math.nan
+        return [ForwardBackward(output.loss * math.nan, output.logprobs)]
+
+    monkeypatch.setattr(kto, "forward_backward_all", poisoned)
+    with opened(config, "never") as run, pytest.raises(NonFiniteError, match=r"in rows \S+rows\.jsonl:4;"):
+        kto.take_step(run, step_of(run, [range(6)]))
 
 
 def unshared(config: RunConfig) -> Any:
@@ -172,6 +192,37 @@ def test_the_reference_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     kept.write_bytes(kept.read_bytes()[:40])
     methods.train(longer, resume="never")
     assert asked == [6, 4, 10]
+
+
+@pytest.mark.parametrize("answer", [0, 1])
+@pytest.mark.parametrize("part", ["train", "validation"])
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_reference_that_is_not_finite(
+    method: str, part: str, answer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the row, and is asked again by the next run."""
+    config = config_of("debug:llama", rows_of({"name": method}), tmp_path, method)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("".join((tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)[1:]))
+    data = config.data.model_dump() | {"validation": str(tmp_path / "rows.jsonl"), part: str(bad), "cache": False}
+    config = RunConfig.model_validate(config.model_dump(mode="json") | {"data": data})
+    own = references.logprobs
+
+    def poisoned(network: Any, batches: Sequence[Batch], share_prefixes: bool) -> list[torch.Tensor]:
+        found = own(network, batches, share_prefixes)
+        for batch, values in zip(batches, found, strict=True):
+            document = 0
+            for row in batch.rows:
+                if row.number == 2 and batch.origins[document] == f"{bad}:3":
+                    values[slice(*batch.cu_seqlens[document + answer : document + answer + 2].tolist())] = math.nan
+                document += row.documents
+        return found
+
+    monkeypatch.setattr(references, "logprobs", poisoned)
+    with pytest.raises(NonFiniteError, match=r"not finite, in rows \S+bad\.jsonl:3;"):
+        methods.train(config)
+    monkeypatch.setattr(references, "logprobs", own)
+    assert methods.train(config, resume="never")["steps"] == 1
 
 
 @pytest.mark.parametrize("name", ["dpo", "orpo", "simpo", "kto"])

@@ -11,7 +11,9 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from luthier.config import RunConfig
+from luthier.engine.state import TrainState
 from luthier.errors import ConfigError, DataError
+from luthier.recipes import distill, setup
 from luthier.recipes.evaluate import evaluate
 from luthier.recipes.sft import train
 from luthier.recipes.show import show
@@ -125,3 +127,23 @@ def test_rows_are_shown_with_their_images(tmp_path: Path) -> None:
     assert "<image>x4" in text
     pieces = told["rows"][0]["pieces"]
     assert sum(len(piece["ids"]) for piece in pieces) == told["rows"][0]["tokens"]
+
+
+def test_a_teacher_whose_documents_with_images_must_not_share_a_row(tmp_path: Path) -> None:
+    said = []
+    for packing in (True, False):
+        data = {"train": str(write_rows(tmp_path / "rows.jsonl")), "sequence_length": 1024, "packing": packing}
+        method = {"name": "distill", "teacher": "debug:gemma3", "top_k": 20, "precompute": True}
+        more: dict[str, Any] = {"data": data, "method": method, "train": {"steps": 1, "precision": "fp32"}}
+        run = config(tmp_path, "debug:gemma3", f"packing-{packing}", **more)
+        distill.train(run)
+        said.append((run.output / "teacher" / "teacher_ids.bin").read_bytes())
+    assert said[0] == said[1]
+
+
+def test_a_teacher_that_reads_less_in_a_row_than_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = "it looks at the images of others"
+    monkeypatch.setattr(setup, "picture_fault", lambda of, _: "" if isinstance(of, TrainState) else fault)
+    run = config(tmp_path, "debug:llava", method={"name": "distill", "teacher": "debug:llava"})
+    with pytest.raises(ConfigError, match=f"the teacher cannot read several documents in a row: {fault}; set it to"):
+        distill.train(run)

@@ -34,7 +34,7 @@ def _logprobs(
     found = distill.shared_log_softmax(head_logits(model, hidden) / temperature, None)  # whole on every rank
     if top_k is None:
         return None, found
-    best = found.topk(min(top_k, found.shape[-1]))
+    best = found.topk(top_k)
     return best.indices, best.values
 
 
@@ -45,7 +45,7 @@ def likeliest(teacher: Network, batch: Batch, top_k: int, temperature: float) ->
     Args:
         teacher: whole, in evaluation mode.
         batch: T positions.
-        top_k: how many tokens.
+        top_k: how many tokens, no more than there are.
         temperature: of the distribution.
 
     Returns:

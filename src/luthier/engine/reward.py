@@ -35,11 +35,39 @@ class Ranking(HiddenLoss):
         found = _scores(state, hidden, chosen)
         values = found.new_zeros(batch.tokens)
         if chosen.numel() == 0:  # whoever shares weights has to take part
-            return 0.0 * _scores(state, hidden, chosen.new_zeros(1)).sum(), values
-        pairs, margins = found.view(-1, 2), batch.inputs["margin"].view(-1, 2)[:, 0]
-        weights = row.weights[0, chosen].view(-1, 2)[:, 0]
-        loss = bradley_terry(pairs[:, 0], pairs[:, 1], weights, margins.to(found.dtype), self.center)
+            return 0.0 * _scores(state, hidden, chosen.new_zeros(1)).sum(dtype=torch.float64), values
+        loss = ranking(found, row.weights[0, chosen], batch.inputs["margin"], self.center)
         return loss, values.index_put((chosen,), found)
+
+
+@dataclass(frozen=True)
+class Weighing(HiddenLoss):
+    """Sum of weight x score, whose gradient is any function's whose slopes in the scores are the weights: documents
+    that are compared need not stand in one microbatch."""
+
+    def score(
+        self, state: TrainState, hidden: torch.Tensor, row: Batch, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `HiddenLoss`; the numbers are the scores, at the positions that they are of."""
+        chosen = counted(row)
+        places = chosen if chosen.numel() else chosen.new_zeros(1)  # whoever shares weights has to take part
+        found = _scores(state, hidden, places)
+        loss = (row.weights[0, places] * found).sum(dtype=torch.float64)
+        return loss, found.new_zeros(batch.tokens).index_put((chosen,), found[: chosen.numel()])
+
+
+def ranking(scores: torch.Tensor, weights: torch.Tensor, margins: torch.Tensor, center: float) -> torch.Tensor:
+    """Bradley and Terry's loss of the documents of a microbatch as `Ranking` takes them.
+
+    Args:
+        scores: [documents], differentiable; none of a microbatch that only takes part.
+        weights: [documents], a pair's share twice.
+        margins: a pair's twice, for each of the documents.
+        center: weight of the square of a pair's sum.
+    """
+    chosen, rejected = scores.view(-1, 2).unbind(1)
+    share, margin = (values[: len(scores)].view(-1, 2)[:, 0] for values in (weights, margins.to(scores.dtype)))
+    return bradley_terry(chosen, rejected, share, margin, center)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from luthier.losses.chunks import DEFAULT_CHUNK, LOGITS_CHUNK
@@ -152,6 +153,7 @@ class _Logprobs(torch.autograd.Function):
         return found
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         nothing = (None,) * 5
         if ctx.frozen:
@@ -346,6 +348,7 @@ class _Known(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = ctx.saved_tensors
         factor = grad_outputs[0]

@@ -164,8 +164,11 @@ def kl_estimate(total: float, answers: float) -> float:
     Args:
         total: sum over the global batch of log pi(y' | x) - log ref(y' | x), y' an answer to another prompt than x.
         answers: how many; 0 for none.
+
+    >>> kl_estimate(-3.0, 2), kl_estimate(float("nan"), 2)
+    (0.0, nan)
     """
-    return max(0.0, total / answers) if answers else 0.0
+    return max(total / answers, 0.0) if answers else 0.0  # in this order what is no number stays none
 
 
 def _smoothed(margin: torch.Tensor, smoothing: float) -> torch.Tensor:

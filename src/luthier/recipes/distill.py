@@ -11,13 +11,12 @@ from luthier.data.loader import StepBatch
 from luthier.engine.build import build_network
 from luthier.engine.distill import Distillation
 from luthier.engine.network import Network
-from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all
 from luthier.errors import ConfigError, ModelError
 from luthier.hf.source import ModelSource, resolve
 from luthier.recipes.loop import finish, loop, update
 from luthier.recipes.run import Resume, Run, opened
-from luthier.recipes.setup import require_same_tokens
+from luthier.recipes.setup import require_same_tokens, unpackable
 from luthier.recipes.sft import measure
 from luthier.recipes.taught import Taught, kept
 from luthier.report.progress import stage
@@ -50,22 +49,22 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
     """
     method = run.config.method
     assert isinstance(method, DistillConfig)
-    loss = run.once("distillation", lambda: distillation(run.config, run.state))
+    loss = run.once("distillation", lambda: distillation(run))
     share = 1 / batch.total_weight if batch.total_weight else 0.0
     microbatches = [microbatch.scaled(share) for microbatch in batch.microbatches]
     if method.precompute:
-        taught = run.once("taught", lambda: Taught(run, method, lambda: teacher_of(run.config, run.state)))
+        taught = run.once("taught", lambda: Taught(run, method, lambda: teacher_of(run)))
         microbatches = [taught.beside(microbatch) for microbatch in microbatches]
     outputs = forward_backward_all(run.state, microbatches, loss)
     return update(run, batch, outputs)
 
 
-def distillation(config: RunConfig, state: TrainState) -> Distillation:
-    """The loss of a config, its teacher loaded whole beside what trains unless it has been asked before."""
-    method = config.method
+def distillation(run: Run) -> Distillation:
+    """The loss of a run, its teacher loaded whole beside what trains unless it has been asked before."""
+    method = run.config.method
     assert isinstance(method, DistillConfig)
     return Distillation(
-        None if method.precompute else teacher_of(config, state),
+        None if method.precompute else teacher_of(run),
         kind=method.divergence,
         beta=method.beta,
         temperature=method.temperature,
@@ -74,16 +73,20 @@ def distillation(config: RunConfig, state: TrainState) -> Distillation:
     )
 
 
-def teacher_of(config: RunConfig, state: TrainState) -> Network:
+def teacher_of(run: Run) -> Network:
     """The teacher, whole, in evaluation mode.
 
     Raises:
-        ConfigError: its head has other tokens.
+        ConfigError: top_k is more tokens than there are, its head has other tokens, or it cannot read the run's rows as
+            these are packed for the model.
         ModelError: it cannot be read.
     """
-    method = config.method
+    config, state, method = run.config, run.state, run.config.method
     assert isinstance(method, DistillConfig)
-    adapter = method.teacher_adapter
+    adapter, tokens = method.teacher_adapter, _outputs(state.outline)
+    if method.top_k is not None and method.top_k > tokens:
+        what = f"it is {method.top_k:,}, and the vocabulary has {tokens:,} tokens"
+        raise ConfigError(what, where="method.top_k", remedy=f"set it to {tokens} or less, or leave it out")
     with stage("loading the teacher"):
         teacher = build_network(
             _source(method),
@@ -95,12 +98,12 @@ def teacher_of(config: RunConfig, state: TrainState) -> Network:
             seed=config.seed,
         )
     teacher.model.eval().requires_grad_(False)
-    sizes = [_outputs(model) for model in (state.outline, teacher.model)]
-    if sizes[0] != sizes[1]:
-        what = f"it gives logits of {sizes[1]:,} tokens, and the model of {sizes[0]:,}"
+    if (said := _outputs(teacher.model)) != tokens:
+        what = f"it gives logits of {said:,} tokens, and the model of {tokens:,}"
         raise ConfigError(what, where="method.teacher", remedy="take a teacher of the same vocabulary")
-    if teacher.packing_fault and config.data.packing and not method.precompute:
-        what = f"the teacher cannot read several documents in a row: {teacher.packing_fault}"
+    packed = config.data.packing and not method.precompute and not unpackable(state, run.rows)
+    if packed and (why := unpackable(teacher, run.rows)):
+        what = f"the teacher cannot read several documents in a row: {why}"
         raise ConfigError(what, where="data.packing", remedy="set it to false, or method.precompute: true")
     return teacher
 

@@ -57,7 +57,8 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
     told = torch.zeros(4, dtype=torch.float64)
     for microbatch, output in zip(own, outputs, strict=True):
         told += _rewarded(method, *gains_of(microbatch, output.logprobs.cpu()))
-    return {**update(run, batch, outputs), **_report(totals(run, told.tolist())), "divergence": divergence}
+    taken = replace(batch, microbatches=own)
+    return {**update(run, taken, outputs), **_report(totals(run, told.tolist())), "divergence": divergence}
 
 
 def measure(run: Run) -> Compared:
@@ -65,8 +66,9 @@ def measure(run: Run) -> Compared:
     method, rows = run.config.method, run.held_out
     assert isinstance(method, KtoConfig)
     assert rows is not None
-    gains = held_out_sums(run)[0] - held_out_reference(run)
-    foreign = gains[~np.isnan(gains[:, 1]), 1]
+    sums, tokens = held_out_sums(run)
+    gains = sums - held_out_reference(run)
+    foreign = gains[~np.isnan(tokens[:, 1]), 1]  # the others are those of rows that carry no other prompt's answer
     divergence = kl_estimate(float(foreign.sum()), len(foreign))
     own = torch.from_numpy(gains[:, 0])
     good = torch.tensor([bool(rows[number].meta["label"]) for number in range(len(rows))])

@@ -30,6 +30,7 @@ from luthier.engine import randomness
 from luthier.engine.evaluate import logprobs_of
 from luthier.engine.identity import config_digest, model_digest
 from luthier.engine.network import Network
+from luthier.errors import NonFiniteError
 from luthier.hf.together import tell
 from luthier.losses.preference import document_sums
 from luthier.recipes.run import Run
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 WIDTH = 2
 """Answers that a row has at most."""
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,10 @@ def references(run: Run, rows: Rows, numbers: np.ndarray) -> np.ndarray:
         numbers: which of them will be asked for.
 
     Returns:
-        float64 [rows, WIDTH]; NaN for rows that nobody has asked for.
+        float64 [rows, WIDTH]; NaN for rows that nobody has asked for, and where a row has no such answer.
+
+    Raises:
+        NonFiniteError: the reference gives an answer a log-probability that is not finite; nothing is kept then.
     """
     group = dist.group.WORLD if run.state.mesh is not None else None
     with _reference_network(run) as (name, open_network):
@@ -174,7 +178,7 @@ def references(run: Run, rows: Rows, numbers: np.ndarray) -> np.ndarray:
         if len(missing):
             network = open_network()
             with stage("asking the reference") as told:
-                known[missing], _ = sums_of(
+                found = sums_of(
                     network,
                     rows,
                     missing,
@@ -183,10 +187,29 @@ def references(run: Run, rows: Rows, numbers: np.ndarray) -> np.ndarray:
                     share_prefixes=shares_prompts(run),
                     progress=told,
                 )
+            known[missing] = _finite(*found, rows, missing)
             if run.state.is_main:
                 _write(file, known)
         logger.info("reference: %d rows run, %d from the cache", len(missing), len(wanted) - len(missing))
     return known
+
+
+def _finite(sums: np.ndarray, tokens: np.ndarray, rows: Rows, numbers: np.ndarray) -> np.ndarray:
+    """What `sums_of` found of a reference, if all that there is of it is finite; all ranks come to the same.
+
+    Raises:
+        NonFiniteError: names the rows in which it is not.
+    """
+    bad = numbers[(~np.isfinite(sums) & ~np.isnan(tokens)).any(1)]
+    if len(bad):
+        shown = ", ".join(rows[int(number)].origin for number in bad[:8])
+        more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+        raise NonFiniteError(
+            f"the reference gives answers log-probabilities that are not finite, in rows {shown}{more}",
+            where="method.reference",
+            remedy="look at the rows (luthier data show), or take another reference",
+        )
+    return sums
 
 
 @contextmanager
@@ -333,7 +356,7 @@ def held_out_reference(run: Run) -> np.ndarray:
         numbers = np.arange(len(rows))
         if run.initial is not None:
             with as_before(run):
-                run.held_out_reference = held_out_sums(run)[0]
+                run.held_out_reference = _finite(*held_out_sums(run), rows, numbers)
         else:
             run.held_out_reference = references(run, rows, numbers)
     return run.held_out_reference

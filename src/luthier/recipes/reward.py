@@ -15,13 +15,13 @@ from luthier.config.reinforcement import RewardConfig
 from luthier.data.formats.preference import margin_of
 from luthier.data.loader import StepBatch, pack
 from luthier.data.report import BadRow
-from luthier.engine.reward import Ranking, scores_of
-from luthier.engine.step import forward_backward_all
+from luthier.engine.reward import Ranking, Weighing, ranking, scores_of
+from luthier.engine.state import TrainState
+from luthier.engine.step import ForwardBackward, forward_backward_all
 from luthier.hf.classifier import last_place, padding_of
-from luthier.losses.reward import bradley_terry
 from luthier.recipes.loop import finish, loop, noted, update
 from luthier.recipes.pairs import Compared
-from luthier.recipes.references import totals
+from luthier.recipes.references import apart, totals
 from luthier.recipes.run import Resume, Run, opened
 from luthier.recipes.setup import held_out_batches
 from luthier.report.progress import stage
@@ -45,10 +45,44 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
     assert isinstance(method, RewardConfig)
     padding = padding_of(run.state.tokenizer)
     microbatches = [laid_out(one, padding, 1 / batch.rows) for one in batch.microbatches]
-    outputs = forward_backward_all(run.state, microbatches, Ranking(method.center))
+    if run.state.packing_fault:
+        outputs = one_by_one(run.state, microbatches, method.center)
+    else:
+        outputs = forward_backward_all(run.state, microbatches, Ranking(method.center))
     taken = replace(batch, microbatches=microbatches)
     found = [output.logprobs.cpu()[one.weights[0] != 0] for one, output in zip(microbatches, outputs, strict=True)]
     return {**update(run, taken, outputs), **_report(totals(run, _sums(torch.cat(found))))}
+
+
+def one_by_one(state: TrainState, batches: Sequence[Batch], center: float) -> list[ForwardBackward]:
+    """A step's forward and backward for a model that reads one document at a time: a forward pass of all (without
+    dropout), from which the loss says how much each score counts, then forward and backward of each document with that.
+
+    Args:
+        state: whose gradients grow.
+        batches: as of `laid_out`, of one row each.
+        center: as of `Ranking`.
+    """
+    state.model.eval()
+    found = [_scored(state, batch).cpu() for batch in batches]
+    state.model.train()
+    outputs, pieces = [], []
+    for batch, scores in zip(batches, found, strict=True):
+        places = batch.weights[0] != 0
+        here = scores.requires_grad_(True)
+        value = ranking(here, batch.weights[0, places], batch.inputs["margin"], center)
+        [slopes] = torch.autograd.grad(value, here)
+        numbers, weights = (torch.zeros(batch.tokens, dtype=torch.float64) for _ in range(2))
+        numbers[places], weights[places] = scores.detach().double(), slopes.double()
+        outputs.append(ForwardBackward(value.detach().to(state.device), numbers))
+        pieces += apart(replace(batch, weights=weights[None]))
+    forward_backward_all(state, pieces, Weighing())
+    return outputs
+
+
+def _scored(state: TrainState, batch: Batch) -> torch.Tensor:
+    """The scores of the documents of a microbatch, also of a model that reads one at a time; all ranks call it."""
+    return torch.cat(scores_of(state, apart(batch) if state.packing_fault else [batch]))
 
 
 def measure(run: Run) -> Compared:
@@ -63,11 +97,9 @@ def measure(run: Run) -> Compared:
     with stage("evaluating"):
         for batch in held_out_batches(state, run.held_out, run.config):
             one = laid_out(batch, padding, 1.0)
-            pairs = scores_of(state, [one])[0].cpu().view(-1, 2)
-            margins = one.inputs["margin"].view(-1, 2)[:, 0] if len(pairs) else torch.zeros(0)
-            shares = torch.ones(len(pairs))
-            loss += float(bradley_terry(pairs[:, 0], pairs[:, 1], shares, margins, method.center))
-            told = [left + right for left, right in zip(told, _sums(pairs.flatten()), strict=True)]
+            scores = _scored(state, one).cpu()
+            loss += float(ranking(scores, torch.ones(len(scores)), one.inputs["margin"], method.center))
+            told = [left + right for left, right in zip(told, _sums(scores), strict=True)]
     state.model.train(training)
     *sums, loss = totals(run, [*told, loss])
     loss /= max(sums[3], 1.0)

@@ -25,6 +25,7 @@ from luthier.hf.source import load_config, resolve
 from luthier.hf.together import tell
 from luthier.recipes.run import Run
 from luthier.recipes.run_directory import write_text
+from luthier.recipes.setup import unpackable
 from luthier.report.progress import stage
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class Taught:
         assert method.top_k is not None
         mesh = run.state.mesh
         ranks = {"rank": mesh.data_rank, "world_size": mesh.data_ranks} if mesh is not None else {}
-        packing = run.config.data.packing and not teacher.packing_fault
+        packing = run.config.data.packing and not unpackable(teacher, run.rows)
         rows, done = run.rows.some(numbers), 0
         with stage("asking the teacher") as told:
             for batch in iterate_once(rows, run.config.data.sequence_length, packing=packing, **ranks):
