@@ -184,12 +184,13 @@ def moved_on_rank(values: dict[str, Any]) -> list[str]:
 
 
 def moved(run: RunConfig) -> list[str]:
-    """Trained weights that the second step of two moves, in which all answers are worth the same."""
+    """Trained weights that the second step of two moves, in which all answers are worth the same: six times 0.7, whose
+    mean is rounded."""
     with grpo.opened(run, "never") as opened:
         first, second = opened.loader
         grpo.take_step(opened, first)
         before = {name: local_part(p).detach().clone() for name, p in opened.state.trainable.items()}
-        opened.kept["rollouts"].functions = {"alike": lambda completions, **_: [1.0] * len(completions)}
+        opened.kept["rollouts"].functions = {"alike": lambda completions, **_: [0.7] * len(completions)}
         measured = grpo.take_step(opened, second)
         assert (measured["loss"], measured["gradient_norm"], measured["equal_groups"]) == (0.0, 0.0, 1.0)
         assert opened.state.counters.step == 2
@@ -199,8 +200,9 @@ def moved(run: RunConfig) -> list[str]:
 def test_a_step_that_teaches_nothing_moves_nothing(world: Any, place: Path) -> None:
     optimizer = {"learning_rate": 1e-2, "weight_decay": 0.1}
     more: dict[str, Any] = {"train": {"steps": 2, "rows_per_step": 2, "precision": "fp32"}, "optimizer": optimizer}
-    assert moved(config(place, "alone", **more)) == []
-    both = config(place, "both", parallel={"dp_shard": 2}, **more)
+    six = {"group_size": 6}
+    assert moved(config(place, "alone", six, **more)) == []
+    both = config(place, "both", six, parallel={"dp_shard": 2}, **more)
     assert world(2).run(moved_on_rank, both.model_dump(mode="json")) == [[], []]
 
 
