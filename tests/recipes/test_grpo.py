@@ -243,6 +243,35 @@ def test_rewards_that_are_not_there(place: Path, monkeypatch: pytest.MonkeyPatch
         load_rewards(["own_rewards:short", "rewards.py:short"])
 
 
+DATACLASS = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+@dataclass
+class Asked:
+    worth: float
+
+asked = []
+
+def worth(completions, **columns):
+    asked.append(Asked({worth}))
+    return [asked[-1].worth] * len(completions)
+"""
+
+
+def test_a_file_of_rewards_is_a_module_like_any_other(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    (place / "other").mkdir()
+    for number, name in enumerate(("own.py", "other/own.py")):
+        (place / name).write_text(DATACLASS.replace("{worth}", str(number)))
+    first, second = (load_rewards([f"{name}:worth"])["worth"] for name in ("own.py", "other/own.py"))
+    assert (first(["a"]), second(["a"])) == ([0], [1])
+    assert load_rewards([f"{place}/own.py:worth"])["worth"] is first  # executed once, whatever way it is named
+    (place / "own.py").write_text(DATACLASS.replace("{worth}", "25"))
+    assert load_rewards(["own.py:worth"])["worth"](["a"]) == [25]
+
+
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
