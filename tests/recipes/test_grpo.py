@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from luthier.config import RunConfig
 from luthier.errors import ConfigError, DataError
 from luthier.hf.gather import local_part
+from luthier.launch import FIRST_STEP_TIMEOUT, STEP_TIMEOUT, set_timeout
 from luthier.recipes import grpo
 from luthier.recipes.dry_run import dry_run
 from luthier.recipes.rewards import call_reward, load_rewards
@@ -204,6 +206,31 @@ def test_a_step_that_teaches_nothing_moves_nothing(world: Any, place: Path) -> N
     assert moved(config(place, "alone", six, **more)) == []
     both = config(place, "both", six, parallel={"dp_shard": 2}, **more)
     assert world(2).run(moved_on_rank, both.model_dump(mode="json")) == [[], []]
+
+
+def waits(values: dict[str, Any]) -> list[float]:
+    """On every rank: how long the others wait while a reward function works, at steps in which training waits less."""
+    found = []
+    world: Any = dist.group.WORLD
+
+    def slow(completions: list[Any], **_: Any) -> list[float]:
+        found.append(world._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        return [1.0] * len(completions)
+
+    with grpo.opened(RunConfig.model_validate(values), "never") as opened:
+        opened.once("rollouts", lambda: grpo.Rollouts(opened.config, opened.state)).functions = {"slow": slow}
+        for batch in opened.loader:
+            set_timeout(STEP_TIMEOUT)
+            grpo.take_step(opened, batch)
+        found.append(world._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    return found
+
+
+def test_ranks_wait_for_slow_rewards(world: Any, place: Path) -> None:
+    more: dict[str, Any] = {"train": {"steps": 1, "rows_per_step": 2, "precision": "fp32"}}
+    both = config(place, "both", parallel={"dp_shard": 2}, **more)
+    found = world(2).run(waits, both.model_dump(mode="json"))
+    assert found == [[FIRST_STEP_TIMEOUT, STEP_TIMEOUT]] * 2
 
 
 @pytest.mark.parametrize(
