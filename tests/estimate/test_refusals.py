@@ -88,6 +88,50 @@ def test_stages_that_a_schedule_wants_are_counted() -> None:
         estimate(several, layout="pp 2")
 
 
+@pytest.mark.parametrize(
+    ("layout", "optimizer", "remedy"),
+    [
+        (Layout(tp=3), {"name": "adamw"}, "dp_shard 3 would work"),
+        (Layout(dp_replicate=2, tp=3), {"name": "adamw"}, "dp_replicate 2 x dp_shard 3 would work"),
+        (Layout(tp=6), {"name": "muon"}, "pp 6 would work"),
+        (Layout(dp_replicate=2, tp=3), {"name": "muon"}, "pp 6 would work"),
+        (Layout(pp=7), {"name": "adamw"}, "dp_shard 7 would work"),
+        (
+            Layout(tp=7),
+            {"name": "muon"},
+            "no layout of 7 ranks would work, since muon needs whole matrices, and "
+            "model.layers.0.self_attn.q_proj.weight is sharded; use adamw or stochastic_adamw",
+        ),
+        (
+            Layout(pp=7),
+            {"name": "adamw", "state_dtype": "int8"},
+            "no layout of 7 ranks would work, since 8-bit moments have blocks that other layouts do not, and "
+            "model.embed_tokens.weight is sharded; use fp32 or bf16, or one process",
+        ),
+    ],
+    ids=str,
+)
+def test_what_would_work_works_with_the_optimizer_too(
+    tmp_path: Path, layout: Layout, optimizer: dict[str, Any], remedy: str
+) -> None:
+    config = run(str(save_config(tmp_path, "llama", **SIZES | {"num_hidden_layers": 6})), optimizer=optimizer)
+    with pytest.raises(ConfigError, match="cannot run on") as caught:
+        rules.check(prepare(config, cpu=True).model, layout, 1, config.optimizer)
+    assert caught.value.remedy == remedy
+
+
+def test_fewer_stages_are_named_where_the_optimizer_takes_the_rest(tmp_path: Path) -> None:
+    config = run(str(save_config(tmp_path, "llama", **SIZES | {"num_hidden_layers": 4})), optimizer={"name": "muon"})
+    model = prepare(config, cpu=True).model
+    for layout, remedy in (
+        (Layout(pp=2), "2 of them would work"),
+        (Layout(dp_shard=2, pp=2), "no layout of 4 ranks would work, since muon needs whole matrices"),
+    ):
+        with pytest.raises(ConfigError, match="it has 4 layers for 6 stages") as caught:
+            rules.check(model, layout, 3, config.optimizer)
+        assert str(caught.value.remedy).startswith(remedy)
+
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "int8": {"name": "adamw", "state_dtype": "int8"},
     "adafactor": {"name": "adafactor"},

@@ -14,8 +14,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from luthier.errors import ConfigError
-from luthier.launch import GarbageCollection, Place, any_rank, join, restarted, set_timeout, unhurried
+from luthier.launch import (
+    FIRST_STEP_TIMEOUT,
+    GarbageCollection,
+    Place,
+    any_rank,
+    join,
+    restarted,
+    set_timeout,
+    unhurried,
+)
 from luthier.launch.world import own_device
+from luthier.parallel.mesh import spare_group
 from tests.world import World
 
 
@@ -53,6 +63,31 @@ def test_the_time_out_holds_for_the_groups_of_meshes_too(world: Callable[[int], 
     world(2).close()  # groups in which a collective was given up are of no more use
     assert len(messages) == 2
     assert all(re.search("Timed out waiting 200ms|Application timeout", message) for message in messages), messages
+
+
+def patience(group: dist.ProcessGroup | None) -> float:
+    assert group is not None
+    backend: Any = group._get_backend(torch.device("cpu"))
+    return float(backend.options._timeout.total_seconds())
+
+
+def patiences() -> list[float]:
+    """On every rank: how long the world waits, and the spare group."""
+    spare = spare_group(timedelta(hours=2))
+    found = []
+    try:
+        set_timeout(60.0)
+        found += [patience(dist.group.WORLD), patience(spare)]
+        with unhurried():
+            found += [patience(dist.group.WORLD), patience(spare)]
+        found += [patience(dist.group.WORLD), patience(spare)]
+    finally:
+        set_timeout(120.0)
+    return found
+
+
+def test_the_spare_group_keeps_its_patience(world: Callable[[int], World]) -> None:
+    assert world(2).run(patiences) == [[60.0, 7200.0, FIRST_STEP_TIMEOUT, 7200.0, 60.0, 7200.0]] * 2
 
 
 def test_a_process_of_its_own_joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

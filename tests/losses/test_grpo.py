@@ -233,3 +233,12 @@ def test_advantages(scale: Any) -> None:
     found = losses.advantages(some, scale)
     assert found[0, 0] == -found[0, 2] > 0
     assert found.flatten()[[1, 3, 4, 5]].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_have_no_advantage_be_their_mean_rounded(scale: Any) -> None:
+    rewards = torch.tensor([[0.7] * 6, [0.7] * 5 + [torch.nan], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]], dtype=torch.float64)
+    assert rewards[0].mean() != 0.7
+    found = losses.advantages(rewards, scale)
+    assert found[:2].tolist() == [[0.0] * 6] * 2
+    assert (found[2] != 0).all()

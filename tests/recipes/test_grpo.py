@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from luthier.config import RunConfig
 from luthier.errors import ConfigError, DataError
 from luthier.hf.gather import local_part
+from luthier.launch import FIRST_STEP_TIMEOUT, STEP_TIMEOUT, set_timeout
 from luthier.recipes import grpo
 from luthier.recipes.dry_run import dry_run
 from luthier.recipes.rewards import call_reward, load_rewards
@@ -184,12 +186,13 @@ def moved_on_rank(values: dict[str, Any]) -> list[str]:
 
 
 def moved(run: RunConfig) -> list[str]:
-    """Trained weights that the second step of two moves, in which all answers are worth the same."""
+    """Trained weights that the second step of two moves, in which all answers are worth the same: six times 0.7, whose
+    mean is rounded."""
     with grpo.opened(run, "never") as opened:
         first, second = opened.loader
         grpo.take_step(opened, first)
         before = {name: local_part(p).detach().clone() for name, p in opened.state.trainable.items()}
-        opened.kept["rollouts"].functions = {"alike": lambda completions, **_: [1.0] * len(completions)}
+        opened.kept["rollouts"].functions = {"alike": lambda completions, **_: [0.7] * len(completions)}
         measured = grpo.take_step(opened, second)
         assert (measured["loss"], measured["gradient_norm"], measured["equal_groups"]) == (0.0, 0.0, 1.0)
         assert opened.state.counters.step == 2
@@ -199,9 +202,35 @@ def moved(run: RunConfig) -> list[str]:
 def test_a_step_that_teaches_nothing_moves_nothing(world: Any, place: Path) -> None:
     optimizer = {"learning_rate": 1e-2, "weight_decay": 0.1}
     more: dict[str, Any] = {"train": {"steps": 2, "rows_per_step": 2, "precision": "fp32"}, "optimizer": optimizer}
-    assert moved(config(place, "alone", **more)) == []
-    both = config(place, "both", parallel={"dp_shard": 2}, **more)
+    six = {"group_size": 6}
+    assert moved(config(place, "alone", six, **more)) == []
+    both = config(place, "both", six, parallel={"dp_shard": 2}, **more)
     assert world(2).run(moved_on_rank, both.model_dump(mode="json")) == [[], []]
+
+
+def waits(values: dict[str, Any]) -> list[float]:
+    """On every rank: how long the others wait while a reward function works, at steps in which training waits less."""
+    found = []
+    world: Any = dist.group.WORLD
+
+    def slow(completions: list[Any], **_: Any) -> list[float]:
+        found.append(world._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        return [1.0] * len(completions)
+
+    with grpo.opened(RunConfig.model_validate(values), "never") as opened:
+        opened.once("rollouts", lambda: grpo.Rollouts(opened.config, opened.state)).functions = {"slow": slow}
+        for batch in opened.loader:
+            set_timeout(STEP_TIMEOUT)
+            grpo.take_step(opened, batch)
+        found.append(world._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    return found
+
+
+def test_ranks_wait_for_slow_rewards(world: Any, place: Path) -> None:
+    more: dict[str, Any] = {"train": {"steps": 1, "rows_per_step": 2, "precision": "fp32"}}
+    both = config(place, "both", parallel={"dp_shard": 2}, **more)
+    found = world(2).run(waits, both.model_dump(mode="json"))
+    assert found == [[FIRST_STEP_TIMEOUT, STEP_TIMEOUT]] * 2
 
 
 @pytest.mark.parametrize(
@@ -239,6 +268,35 @@ def test_rewards_that_are_not_there(place: Path, monkeypatch: pytest.MonkeyPatch
             load_rewards([name])
     with pytest.raises(ConfigError, match="two rewards are called 'short'"):
         load_rewards(["own_rewards:short", "rewards.py:short"])
+
+
+DATACLASS = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+@dataclass
+class Asked:
+    worth: float
+
+asked = []
+
+def worth(completions, **columns):
+    asked.append(Asked({worth}))
+    return [asked[-1].worth] * len(completions)
+"""
+
+
+def test_a_file_of_rewards_is_a_module_like_any_other(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    (place / "other").mkdir()
+    for number, name in enumerate(("own.py", "other/own.py")):
+        (place / name).write_text(DATACLASS.replace("{worth}", str(number)))
+    first, second = (load_rewards([f"{name}:worth"])["worth"] for name in ("own.py", "other/own.py"))
+    assert (first(["a"]), second(["a"])) == ([0], [1])
+    assert load_rewards([f"{place}/own.py:worth"])["worth"] is first  # executed once, whatever way it is named
+    (place / "own.py").write_text(DATACLASS.replace("{worth}", "25"))
+    assert load_rewards(["own.py:worth"])["worth"](["a"]) == [25]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from luthier.cli.main import main
 from luthier.engine.build import build_network
+from luthier.errors import UserError
 from luthier.hf.source import resolve
 from luthier.hf.tiny import debug_config
 from luthier.hf.tokenizer import load_tokenizer
@@ -47,6 +48,22 @@ def test_continuations(both: tuple[HarnessModel, Any]) -> None:
     found = ours.loglikelihood(requests)
     assert [one for one, _ in found] == pytest.approx([one for one, _ in expected], rel=1e-10)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+@pytest.mark.parametrize(
+    ("context", "answer"),
+    [("the ca", "t"), ("the cat", ""), ("", ""), (" ", "a")],
+    ids=["merged", "empty", "nothing at all", "after a space"],
+)
+def test_an_answer_without_a_token_of_its_own_is_refused(
+    both: tuple[HarnessModel, Any], context: str, answer: str
+) -> None:
+    ours, theirs = both
+    requests = asked("loglikelihood", [("The sky", " blue"), (context, answer)])
+    with pytest.raises((AssertionError, IndexError)):
+        theirs.loglikelihood(requests, disable_tqdm=True)
+    with pytest.raises(UserError, match=f"the answer {answer!r} to {context!r} cannot be scored"):
+        ours.loglikelihood(requests)
 
 
 def test_the_likeliest_continuation_is_told(both: tuple[HarnessModel, Any]) -> None:

@@ -3,22 +3,26 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from luthier.config import RunConfig
 from luthier.engine.checkpoint import committed, read_record
 from luthier.errors import CheckpointError, ConfigError, NonFiniteError
+from luthier.hf.gather import local_part
 from luthier.hf.load import load_model
 from luthier.hf.source import resolve
 from luthier.recipes.dry_run import dry_run
@@ -26,6 +30,7 @@ from luthier.recipes.evaluate import evaluate
 from luthier.recipes.export import export
 from luthier.recipes.sft import train
 from tests.soak import soaked
+from tests.world import World
 
 DATA = Path(__file__).parents[2] / "src" / "luthier" / "demo"
 
@@ -340,6 +345,34 @@ def test_what_is_not_finite_is_named_or_skipped(tmp_path: Path, rows: Path, monk
     monkeypatch.setattr(sft, "forward_backward_all", ruined)
     with pytest.raises(NonFiniteError, match=r"the weight \S+ itself is not finite"):
         train(calm.model_copy(update={"output": tmp_path / "ruined"}))
+
+
+def ruined_on_rank(values: dict[str, Any]) -> tuple[str, list[str]]:
+    """On every rank: what is said of a step in which only the last one's parts of the weights are not finite, and the
+    rows that this rank had."""
+    from luthier.recipes import sft
+
+    with sft.opened(RunConfig.model_validate(values), "never") as run:
+        if dist.get_rank() == 1:
+            for parameter in run.state.trainable.values():
+                local_part(parameter).detach().fill_(math.nan)
+        batch = next(iter(run.loader))
+        own = [origin for microbatch in batch.microbatches for origin in microbatch.origins]
+        try:
+            sft.take_step(run, batch)
+        except NonFiniteError as error:
+            return str(error), own
+        return "", own
+
+
+def test_ranks_decide_alike_about_what_is_not_finite(tmp_path: Path, rows: Path, world: Callable[[int], World]) -> None:
+    train = {"steps": 1, "rows_per_step": 4, "precision": "fp32", "on_non_finite": "skip"}
+    run = config(tmp_path, rows, "run", adapter=None, train=train, parallel={"dp_shard": 2})
+    (said, first), (same, second) = world(2).run(ruined_on_rank, run.model_dump(mode="json"))
+    assert said == same
+    assert re.search(r"the weight \S+ itself is not finite", said)
+    assert len({*first, *second}) == 4
+    assert all(row in said for row in first + second)
 
 
 def test_two_runs_do_not_share_a_directory(tmp_path: Path, rows: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from luthier.errors import ConfigError
 from luthier.launch.place import Place, place
@@ -20,6 +20,7 @@ from luthier.launch.records import note_failure
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 FIRST_STEP_TIMEOUT = 3600.0
 """Seconds that a rank waits for others until the first step is done: one may read files, or compile, meanwhile."""
@@ -31,6 +32,10 @@ LAUNCHER = "LUTHIER_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
 
 _attempt = 0
+_seconds = FIRST_STEP_TIMEOUT
+"""What `set_timeout` said last."""
+_patient: list[Any] = []
+"""Groups with a patience of their own."""
 
 
 def heed_launcher() -> None:
@@ -166,23 +171,40 @@ def _agree_on_attempt(attempt: int) -> None:
 
 
 def set_timeout(seconds: float) -> None:
-    """How long collectives wait from now on, in every group that this rank is in, those of meshes too."""
+    """How long collectives wait from now on, in every group that this rank is in, those of meshes too; groups of
+    `patient_group` keep their own patience."""
+    global _seconds
+    _seconds = seconds
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
         return
-    for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    groups = dist.distributed_c10d._world.pg_map
+    _patient[:] = [group for group in _patient if group in groups]
+    for group in groups:
+        if group not in _patient:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def patient_group(patience: timedelta) -> dist.ProcessGroup:
+    """A new group of all ranks, on gloo, that waits for as long whatever `set_timeout` says. All ranks call it."""
+    import torch.distributed as dist
+
+    group = dist.new_group(backend="gloo", timeout=patience)
+    _patient.append(group)
+    return group
 
 
 @contextmanager
 def unhurried() -> Iterator[None]:
-    """Within, ranks wait for each other as long as before the first step: one may write an export alone. All ranks."""
+    """Within, ranks wait for each other as long as before the first step, then as before: one may write an export
+    alone, or sample longer answers than others. All ranks."""
+    before = _seconds
     set_timeout(FIRST_STEP_TIMEOUT)
     try:
         yield
     finally:
-        set_timeout(STEP_TIMEOUT)
+        set_timeout(before)
 
 
 class GarbageCollection:

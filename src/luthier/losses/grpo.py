@@ -31,7 +31,7 @@ def advantages(rewards: Tensor, scale: Literal["group", "batch", "none"], everyt
         everything: all rewards of the step where these are a part of them; these when left out.
 
     Returns:
-        float64 [groups, size], 0 where the reward is NaN.
+        float64 [groups, size], 0 where the reward is NaN; exactly 0 in a group of equal rewards, whose mean is rounded.
 
     >>> advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), "none").tolist()
     [[0.5, -0.5, -0.5, 0.5]]
@@ -41,7 +41,10 @@ def advantages(rewards: Tensor, scale: Literal["group", "batch", "none"], everyt
         found = found / (deviation(rewards, 1)[:, None] + _EPSILON)
     elif scale == "batch":
         found = found / (deviation((rewards if everything is None else everything).flatten(), 0) + _EPSILON)
-    return found.nan_to_num(nan=0.0)
+    unknown = rewards.isnan()
+    highest = rewards.masked_fill(unknown, -torch.inf).amax(1, keepdim=True)
+    lowest = rewards.masked_fill(unknown, torch.inf).amin(1, keepdim=True)
+    return torch.where(highest > lowest, found, 0.0).nan_to_num(nan=0.0)
 
 
 def deviation(values: Tensor, dim: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from luthier.launch import patient_group
 from luthier.parallel.layout import Layout
 
 
@@ -87,9 +88,9 @@ def spare_group(patience: timedelta) -> dist.ProcessGroup:
     same. All ranks call it.
 
     Args:
-        patience: how long ranks wait for each other.
+        patience: how long ranks wait for each other, whatever holds for training's own groups.
     """
-    return cast(dist.ProcessGroup, _once(("spare",), lambda: dist.new_group(backend="gloo", timeout=patience)))
+    return cast(dist.ProcessGroup, _once(("spare",), lambda: patient_group(patience)))
 
 
 def _mesh(kind: str, degrees: dict[str, int], always: Sequence[str] = ()) -> DeviceMesh | None:

@@ -27,6 +27,7 @@ REFUSALS: dict[str, Callable[[Any, int], str | None]] = {
 }
 """Degree -> refusal(model, degree): the reason as a clause, or None. Data parallelism cuts any model."""
 
+_NAMES = ("dp_replicate", "dp_shard", *REFUSALS)
 _EYES = "what sees has no plan for it"
 _LATE = "are put together after the backward pass"
 
@@ -39,7 +40,7 @@ def check_pictures(layout: Layout) -> None:
     """
     for name in REFUSALS:
         if getattr(layout, name) > 1:
-            works = nearest(layout, lambda _, degree: _EYES if degree > 1 else None)
+            works = nearest(layout, lambda cut, degree: _EYES if cut in REFUSALS and degree > 1 else None)
             what = f"rows with images cannot run on {name} {getattr(layout, name)}: {_EYES}"
             raise ConfigError(what, where=f"parallel.{name}", remedy=f"{works} would work")
 
@@ -137,7 +138,8 @@ def check(model: Any, layout: Layout, stages_per_rank: int = 1, optimizer: Optim
         optimizer: that will train it; None where nothing trains.
 
     Raises:
-        ConfigError: with the reason, and the nearest layout of as many ranks that works.
+        ConfigError: with the reason, and the nearest layout of as many ranks that works, with the optimizer too,
+            or that none does.
         UserError: the optimizer takes whole weights, of which the layout makes shards.
     """
     if optimizer is not None and optimizer.in_backward:
@@ -149,15 +151,30 @@ def check(model: Any, layout: Layout, stages_per_rank: int = 1, optimizer: Optim
     for name in REFUSALS:
         degree = getattr(layout, name)
         if why := reason(name, degree):
-            where, works = name, str(nearest(layout, reason))
-            fewer = _fewer_stages(model, degree, stages_per_rank) if name == "pp" else None
-            if fewer is not None:
-                where, works = "stages_per_rank", f"{fewer} of them, or {works},"
+            where, remedy = _instead(model, layout, name, stages_per_rank, optimizer)
             what = f"{type(model).__name__} cannot run on {name} {degree}: {why}"
-            raise ConfigError(what, where=f"parallel.{where}", remedy=f"{works} would work")
+            raise ConfigError(what, where=f"parallel.{where}", remedy=remedy)
     for name in ("dp_replicate", "dp_shard", "cp", "tp"):
         if optimizer is not None and getattr(layout, name) > 1 and (error := needs_whole(model, name, optimizer)):
             raise error
+
+
+def _instead(
+    model: Any, layout: Layout, name: str, stages_per_rank: int, optimizer: OptimizerConfig | None
+) -> tuple[str, str]:
+    """The key to change, and to what, where a model cannot have a layout's degree of a name."""
+    reason = refusals(model, stages_per_rank, optimizer)
+    where, found = name, [str(works)] if (works := nearest(layout, reason)) is not None else []
+    if name == "pp" and not any(reason(other, getattr(layout, other)) for other in _NAMES if other != name):
+        fewer = _fewer_stages(model, layout.pp, stages_per_rank)
+        if fewer is not None:
+            where, found = "stages_per_rank", [f"{fewer} of them", *found]
+    if found:
+        return where, f"{', or '.join(found)}{',' * (len(found) > 1)} would work"
+    remedy = f"no layout of {layout.ranks} ranks would work"
+    if optimizer is not None and (error := needs_whole(model, "dp_shard", optimizer)) is not None:
+        remedy = f"{remedy}, since {error.what}; {error.remedy}"
+    return where, remedy
 
 
 def _fewer_stages(model: Any, degree: int, stages_per_rank: int) -> int | None:
@@ -166,8 +183,8 @@ def _fewer_stages(model: Any, degree: int, stages_per_rank: int) -> int | None:
     return most if 2 <= most < stages_per_rank and cuttable.refusal(model, degree, most) is None else None
 
 
-def nearest(layout: Layout, reason: Refusal) -> Layout:
-    """The layout of as many ranks that is most like this one, of those that nothing speaks against.
+def nearest(layout: Layout, reason: Refusal) -> Layout | None:
+    """The layout of as many ranks that is most like this one, of those that nothing speaks against; None without any.
 
     Args:
         layout: that cannot be.
@@ -179,21 +196,27 @@ def nearest(layout: Layout, reason: Refusal) -> Layout:
     found = [
         candidate
         for candidate in _same_ranks(layout)
-        if not any(reason(name, getattr(candidate, name)) for name in REFUSALS)
+        if not any(reason(name, getattr(candidate, name)) for name in _NAMES)
     ]
-    return min(found, key=lambda candidate: (_distance(candidate, layout), -candidate.dp_shard))
+
+    def unlike(candidate: Layout) -> tuple[bool, float, int]:
+        """Copies stay as many as they were where they can."""
+        return candidate.dp_replicate != layout.dp_replicate, _distance(candidate, layout), -candidate.dp_shard
+
+    return min(found, key=unlike, default=None)
 
 
 def _same_ranks(layout: Layout) -> list[Layout]:
     ranks = layout.ranks
     divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
     found = []
-    for cp, tp, pp in itertools.product(divisors, repeat=3):
-        rest = layout.dp_replicate * cp * tp * pp
+    copies = sorted({1, layout.dp_replicate})
+    for replicas, cp, tp, pp in itertools.product(copies, divisors, divisors, divisors):
+        rest = replicas * cp * tp * pp
         if ranks % rest:
             continue
         for ep in sorted({1, layout.ep}):
-            candidate = Layout(layout.dp_replicate, ranks // rest, cp, tp, pp, ep)
+            candidate = Layout(replicas, ranks // rest, cp, tp, pp, ep)
             if ep == 1 or (ep % tp == 0 and (candidate.fsdp * tp) % ep == 0):
                 found.append(candidate)
     return found

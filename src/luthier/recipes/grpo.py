@@ -22,6 +22,7 @@ from luthier.engine.evaluate import Evaluation, logprobs_of
 from luthier.engine.state import TrainState
 from luthier.engine.step import ForwardBackward, LossFunction, forward_backward_all
 from luthier.hf.together import exchange
+from luthier.launch import unhurried
 from luthier.losses import grpo as losses
 from luthier.recipes.loop import finish, loop, update
 from luthier.recipes.references import as_before
@@ -51,9 +52,10 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
     """
     config, method = run.config, run.config.method
     assert isinstance(method, GrpoConfig)
-    rollouts: Rollouts = run.once("rollouts", lambda: Rollouts(config, run.state))
-    groups = rollouts(batch.microbatches, batch.state.step - 1)
-    everyone = [group for part in exchange(groups, _world(run.state)) for group in part]
+    with unhurried():  # answers and reward functions take the longer on one rank than on another
+        rollouts: Rollouts = run.once("rollouts", lambda: Rollouts(config, run.state))
+        groups = rollouts(batch.microbatches, batch.state.step - 1)
+        everyone = [group for part in exchange(groups, _world(run.state)) for group in part]
     told = described(everyone, method, list(rollouts.functions))
     state = replace(run.state, head=run.state.head.at(method.temperature))  # the distribution that was sampled from
     batches = _with_logprobs(state, laid_out(groups, everyone, method, run), method, run)

@@ -208,7 +208,15 @@ class HarnessModel(TemplateLM):
         )
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log-probability of continuations, and whether each is the likeliest."""
+        """Log-probability of continuations, and whether each is the likeliest.
+
+        Raises:
+            UserError: one has no token of its own; names the request.
+        """
+        for request in requests:
+            context, answer = request.args
+            if context == "" and not self.tok_encode(answer, add_special_tokens=False):
+                raise _unscorable(context, answer)
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return found
 
@@ -217,7 +225,9 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         most = self.max_length
         asked = []
-        for _, context, answer in requests:
+        for request, context, answer in requests:
+            if not context or not answer:  # where the harness's own model fails an assertion
+                raise _unscorable(*request)
             kept = (context + answer)[-(most + 1) :]
             inside = min(len(answer), len(kept) - 1)
             asked.append(Continuation(tuple(kept[:-inside]), tuple(kept[-inside:])))
@@ -283,6 +293,16 @@ class HarnessModel(TemplateLM):
         for ending in until:
             text = text.split(ending)[0]
         return text
+
+
+def _unscorable(context: str, answer: str) -> UserError:
+    """What is said of a request that has no token to score, or none to score it after."""
+    return UserError(
+        f"the answer {answer!r} to {'...' * (len(context) > 80)}{context[-80:]!r} cannot be scored: it adds "
+        "no token to those of its question, or those are none",
+        where="--tasks",
+        remedy="end the task's questions where a token ends (see its target_delimiter), and give each choice a text",
+    )
 
 
 def _endings(until: Any) -> list[str]:

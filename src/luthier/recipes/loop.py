@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 
 from luthier.data.loader import StepBatch, StreamRows
 from luthier.engine.guards import bad_rows, first_bad_weight, non_finite_error
 from luthier.engine.step import ForwardBackward, optim_step, set_learning_rate
+from luthier.hf.together import exchange
 from luthier.launch import STEP_TIMEOUT, GarbageCollection, any_rank, set_timeout, unhurried
 from luthier.optim.schedules import factor
 from luthier.recipes.export import export_state, own_base
@@ -114,18 +116,24 @@ def update(
     run.course.loss = loss
     run.course.skips = 0 if done.applied else run.course.skips + 1
     if not done.applied:
-        weight = first_bad_weight(state.model)
+        found = [
+            row
+            for microbatch, output in zip(batch.microbatches, outputs, strict=True)
+            for row in bad_rows(microbatch, output.logprobs)
+        ]
+        # Each rank sees its own rows and its own parts of weights; all decide alike, or some would wait for others.
+        group = dist.group.WORLD if state.mesh is not None else None
+        weights, gradients, rows = zip(
+            *exchange((first_bad_weight(state.model), done.bad_gradient, found), group), strict=True
+        )
+        weight = next((name for name in weights if name is not None), None)
         error = non_finite_error(
             state.counters.step,
             loss=loss,
             norm=done.gradient_norm,
-            gradient=done.bad_gradient,
+            gradient=next((name for name in gradients if name is not None), None),
             weight=weight,
-            rows=[
-                row
-                for microbatch, output in zip(batch.microbatches, outputs, strict=True)
-                for row in bad_rows(microbatch, output.logprobs)
-            ],
+            rows=list(dict.fromkeys(row for part in rows for row in part)),
         )
         hopeless = weight is not None or run.course.skips >= MOST_SKIPS  # no later step would be any better
         if config.train.on_non_finite == "stop" or hopeless:

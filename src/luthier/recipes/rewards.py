@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from luthier.errors import RAISED_BY_CODE, ConfigError, DataError
@@ -46,15 +48,31 @@ def _module(place: str, name: str) -> Any:
             if str(Path.cwd()) not in sys.path:
                 sys.path.insert(0, str(Path.cwd()))
             return importlib.import_module(place)
-        spec = importlib.util.spec_from_file_location(f"luthier_rewards_{Path(place).stem}", place)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return _module_of(Path(place).resolve())
     except RAISED_BY_CODE as error:
         what = f"{name!r} cannot be imported ({type(error).__name__}: {error})"
         raise ConfigError(what, where=_WHERE, remedy="relative paths start at the working directory") from error
+
+
+def _module_of(path: Path) -> ModuleType:
+    """A file as a module, executed once as long as it is not edited: a notebook goes on after an edit.
+
+    Dataclasses, and whatever else asks for the module by its name, need it to be there before it is executed.
+    """
+    mark = hashlib.blake2b(f"{path}\n".encode() + path.read_bytes(), digest_size=8).hexdigest()
+    name = f"luthier_rewards_{path.stem}_{mark}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def call_reward(
