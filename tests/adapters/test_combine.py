@@ -206,5 +206,15 @@ def test_what_cannot_be_combined_is_refused(tmp_path: Path) -> None:
     save_peft(wide, tmp_path / "wide")
     with pytest.raises(ConfigError, match="combine adapters of one base"):
         combine([parts[0], Part(tmp_path / "wide")], where)
+    other = tiny("gpt2")
+    apply_lora(other, LoraConfig(rank=4, target=["attn"]))
+    save_peft(other, tmp_path / "gpt2")
+    for name, base in ((parts[0].directory, "maker/llama"), (tmp_path / "gpt2", "maker/gpt2")):
+        config = json.loads((name / "adapter_config.json").read_text())
+        (name / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
+    with pytest.raises(
+        ConfigError, match=r"its base is maker/gpt2, that of .* is maker/llama, and they share no layer"
+    ):
+        combine([parts[0], Part(tmp_path / "gpt2")], where)
     with pytest.raises(ConfigError, match="is one of the adapters"):
         combine_adapters(parts, output=parts[0].directory)

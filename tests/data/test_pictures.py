@@ -163,6 +163,13 @@ def test_text_alone_is_read_beside_images(tmp_path: Path) -> None:
     assert pack([rows[0]], rows.sight).sights is None
 
 
+def deep(mode: str) -> str:
+    """An address that holds an image whose numbers are wider than a byte."""
+    stream = io.BytesIO()
+    Image.new(mode, (4, 4)).save(stream, format="TIFF")
+    return f"data:image/tiff;base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a tag without an image": ({"images": [], "messages": TALK}, "there are 1 image tags and 0 images"),
     "a tag too many": (
@@ -182,6 +189,8 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         },
         "cannot be opened as an image",
     ),
+    "sixteen bits": ({"images": [deep("I;16")], "messages": TALK}, r"more than 8 bits a colour \(I;16\); save it in 8"),
+    "floats": ({"images": [deep("F")], "messages": TALK}, r"more than 8 bits a colour \(F\); save it in 8"),
     "no base64": ({"images": ["data:image/png;base64,!"], "messages": TALK}, "is no data: address"),
     "a number": ({"images": [3], "messages": TALK}, "image 1 is int, and no path"),
     "outside": ({"images": ["../dot.png"], "messages": TALK}, r"image 1 \(\.\./dot\.png\) lies outside"),

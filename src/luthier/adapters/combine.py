@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from luthier.adapters.peft_config import (
     read_tensors,
 )
 from luthier.errors import ConfigError, ModelError
+
+logger = logging.getLogger(__name__)
 
 Method = Literal["cat", "svd", "linear", "magnitude_prune", "ties", "dare_linear", "dare_ties"]
 Sign = Literal["total", "frequency"]
@@ -117,6 +120,7 @@ def combine(
     """
     _require_sense(parts, method, density, rank)
     adapters = [_read(part) for part in parts]
+    _require_one_base(adapters)
     keys = list(dict.fromkeys(key.removesuffix(SIDES[0]) for one in adapters for key in one.tensors if SIDES[0] in key))
     size = {"cat": sum(map(_rank, adapters)), "svd": rank or max(map(_rank, adapters))}.get(method, _rank(adapters[0]))
     made: dict[str, Tensor] = {}
@@ -165,6 +169,22 @@ def _read(part: Part) -> _Adapter:
     raw = json.loads(find_config(part.directory).read_text(encoding="utf-8"))
     wide = {key: value if value.dtype == torch.float64 else value.float() for key, value in tensors.items()}
     return _Adapter(part, config, raw, wide)
+
+
+def _require_one_base(adapters: Sequence[_Adapter]) -> None:
+    """A base may be named by two addresses; of two that share no layer it is another one."""
+    first = adapters[0]
+    for other in adapters[1:]:
+        names = [str(one.raw.get("base_model_name_or_path") or "") for one in (first, other)]
+        if not all(names) or names[0] == names[1]:
+            continue
+        if not first.tensors.keys() & other.tensors.keys():
+            what = f"its base is {names[1]}, that of {first.part.directory} is {names[0]}, and they share no layer"
+            raise ConfigError(what, where=str(other.part.directory), remedy="combine adapters of one base")
+        logger.warning(
+            "%s names the base %s, %s names %s: they are taken to be the same",
+            *(first.part.directory, names[0], other.part.directory, names[1]),
+        )
 
 
 def _rank(adapter: _Adapter) -> int:

@@ -281,18 +281,25 @@ def open_picture(data: bytes, what: str) -> Any:
     """A PIL image in RGB, turned as its camera says; as Transformers' own `load_image` opens it.
 
     Raises:
-        BadRow: it is no picture, or a broken one.
+        BadRow: it is no picture, or a broken one, or has more than eight bits a colour.
     """
     from PIL import Image, ImageOps
 
     try:
         with Image.open(BytesIO(data)) as image:
+            _require_eight_bits(image, what)
             return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         why = (
             " ".join(str(error).split()) if not isinstance(error, Image.UnidentifiedImageError) else "of no known kind"
         )
         raise BadRow(f"{what} cannot be opened as an image ({why})", reason="pictures that cannot be read") from error
+
+
+def _require_eight_bits(image: Any, what: str) -> None:
+    """PIL clips wider numbers to 255: what is in 16 bits would be white, and what lies between 0 and 1 black."""
+    if image.mode.startswith(("I", "F")):
+        raise BadRow(f"{what} has more than 8 bits a colour ({image.mode}); save it in 8", reason="pictures too deep")
 
 
 def show(samples: Sequence[Sample], batch: Batch, sight: Sight | None) -> Batch:
@@ -323,7 +330,7 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-_STORED = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+_STORED = ("1", "L", "LA", "P", "RGB", "RGBA")
 """Modes of pixels that PNG has."""
 
 
@@ -332,6 +339,7 @@ def _as_png(image: Any, what: str) -> bytes:
     from PIL import ImageOps
 
     stream = BytesIO()
+    _require_eight_bits(image, what)
     try:
         turned = ImageOps.exif_transpose(image)
         (turned if turned.mode in _STORED else turned.convert("RGB")).save(stream, format="PNG")
