@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,7 +90,19 @@ def length(prediction: str, reference: str) -> int:
 
 
 def broken(prediction: str, reference: str) -> float:
-    raise ValueError("no good")
+    raise ValueError("no good\nat all")
+
+
+def leaving(prediction: str, reference: str) -> float:
+    sys.exit(0)
+
+
+def unknown(prediction: str, reference: str) -> float:
+    return math.nan
+
+
+def huge(prediction: str, reference: str) -> int:
+    return -(10**400)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +110,10 @@ def broken(prediction: str, reference: str) -> float:
     [
         (["--metrics", "rouge_l"], "--metrics: there is no metric 'rouge_l'; did you mean 'rougeL'?"),
         (["--metrics", "nowhere:f"], "metric 'nowhere:f' cannot be imported"),
-        (["--metrics", "tests.recipes.test_answers:broken"], "rows.jsonl:1: ValueError: no good"),
+        (["--metrics", "tests.recipes.test_answers:broken"], "rows.jsonl:1: it raises ValueError: no good; mend"),
+        (["--metrics", "tests.recipes.test_answers:leaving"], "rows.jsonl:1: it exits: it raises SystemExit: 0; mend"),
+        (["--metrics", "tests.recipes.test_answers:unknown"], "test_answers:unknown gives nan at "),
+        (["--metrics", "tests.recipes.test_answers:huge"], "test_answers:huge gives -inf at "),
         (["--side-by-side", "answers.html"], "--side-by-side: there is no second model to stand beside"),
         (["--side-by-side", "answers.pdf", "--base", "debug:qwen3"], ".pdf is no form of it"),
         (["--base", "debug:qwen3"], "--base: is for answers side by side"),

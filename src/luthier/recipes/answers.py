@@ -7,6 +7,7 @@ is with every format, and a model is asked exactly as it was trained.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from luthier.batch import ASKED, Sample
 from luthier.config import GenerationConfig
 from luthier.data.loader import Rows
 from luthier.data.report import EXAMPLES
-from luthier.errors import RAISED_BY_CODE, DataError, UserError
+from luthier.errors import RAISED_BY_CODE, DataError, Terminated, UserError, told_of
 from luthier.recipes.answer_metrics import Metric
 from luthier.recipes.generate import stops_of
 from luthier.report.progress import stage
@@ -122,18 +123,22 @@ def measured(
     """Metric -> a number for each answer.
 
     Raises:
-        UserError: a metric of one's own fails; it and the row are named.
+        UserError: a metric of one's own fails or gives no finite number; it and the row are named.
     """
     found: dict[str, list[float]] = {}
     for name, metric in metrics.items():
         values = []
         for question, answer in zip(questions, answers, strict=True):
             try:
-                values.append(metric(answer, question.expected))
-            except UserError:
+                value = metric(answer, question.expected)
+            except (UserError, Terminated):
                 raise
             except RAISED_BY_CODE as error:
-                what = f"{name} fails at {question.origin}: {type(error).__name__}: {error}"
-                raise UserError(what, where="--metrics") from error
+                what = f"{name} fails at {question.origin}: it {told_of(error)}"
+                raise UserError(what, where="--metrics", remedy="mend the function") from error
+            if not math.isfinite(value):
+                what = f"{name} gives {value} at {question.origin}"
+                raise UserError(what, where="--metrics", remedy="give a finite number for each answer")
+            values.append(value)
         found[name] = values
     return found
