@@ -256,6 +256,11 @@ def test_what_is_wrong_with_a_reward_is_named(answer: Any, fault: str) -> None:
         call_reward("r", function, ["p", "p"], ["a", "b"], [[1], [2]], {}, ["rows.jsonl:1", "rows.jsonl:2"])
 
 
+def test_a_column_of_a_format_of_ones_own_never_gives_way_to_what_is_sampled() -> None:
+    with pytest.raises(DataError, match=r"column 'completions' has the name of what is sampled \(of rows own\.txt:1"):
+        call_reward("r", lambda **columns: [1.0], ["p"], ["a"], [[1]], {"completions": ["b"]}, ["own.txt:1"])
+
+
 def test_rewards_that_are_not_there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     (place / "own_rewards.py").write_text(REWARDS)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from luthier.data.formats.unpaired import SAMPLED
 from luthier.errors import RAISED_BY_CODE, ConfigError, DataError, Terminated, kind_and_words, told_of
 
 Function = Callable[..., Any]
@@ -104,6 +105,9 @@ def call_reward(
         DataError: it raises, or gives something else than a finite number or None for each; names the row.
     """
     where = f"reward {name}"
+    if taken := [key for key in SAMPLED if key in columns]:  # rows of a format of one's own
+        what = f"column {taken[0]!r} has the name of what is sampled (of rows {origins[0]} and on)"
+        raise DataError(what, where=where, remedy="let the format call it something else")
     arguments = {key: list(values) for key, values in columns.items()}
     arguments |= {
         "prompts": list(prompts),
