@@ -16,6 +16,9 @@ import torch
 NO_TOKEN = -100
 """Target of a position that is no token of any document; its weight is 0."""
 
+ASKED = "asked"
+"""In the `meta` of a row whose first token alone is its question: all its targets train, as those of plain text do."""
+
 
 @dataclass(frozen=True, slots=True)
 class Picture:

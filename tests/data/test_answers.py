@@ -219,3 +219,15 @@ def test_both_sides_are_shown(tmp_path: Any, tiny: Any) -> None:
     run = {"model": "debug:llama", "data": {"train": str(tmp_path / "rows.jsonl")}, "method": "dpo"}
     told, _ = show(RunConfig.model_validate(run), rows=2)
     assert told["rows"][0]["parts"] == list(rows_of(tmp_path, PAIRS, "pairs", tiny)[0].parts)
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
+def test_a_column_called_as_what_is_sampled_is_refused(tmp_path: Any, tiny: Any, name: str) -> None:
+    rows = [{"prompt": "1+1?"}, {"prompt": "2+2?", name: ["4"]}]
+    with pytest.raises(DataError, match=f"rows.jsonl:2: column {name!r} has the name of what is sampled.*; rename it"):
+        rows_of(tmp_path, rows, "prompts", tiny)
+
+
+def test_a_prompt_may_stand_in_a_column_called_so(tiny: Any) -> None:
+    sample = made(tiny, {"prompts": "2+2?"}, "prompt", "prompts", columns={"prompt": "prompts"})
+    assert sample.meta == {"prompt": "2+2?"}

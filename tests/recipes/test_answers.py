@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,7 +90,19 @@ def length(prediction: str, reference: str) -> int:
 
 
 def broken(prediction: str, reference: str) -> float:
-    raise ValueError("no good")
+    raise ValueError("no good\nat all")
+
+
+def leaving(prediction: str, reference: str) -> float:
+    sys.exit(0)
+
+
+def unknown(prediction: str, reference: str) -> float:
+    return math.nan
+
+
+def huge(prediction: str, reference: str) -> int:
+    return -(10**400)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +110,10 @@ def broken(prediction: str, reference: str) -> float:
     [
         (["--metrics", "rouge_l"], "--metrics: there is no metric 'rouge_l'; did you mean 'rougeL'?"),
         (["--metrics", "nowhere:f"], "metric 'nowhere:f' cannot be imported"),
-        (["--metrics", "tests.recipes.test_answers:broken"], "rows.jsonl:1: ValueError: no good"),
+        (["--metrics", "tests.recipes.test_answers:broken"], "rows.jsonl:1: it raises ValueError: no good; mend"),
+        (["--metrics", "tests.recipes.test_answers:leaving"], "rows.jsonl:1: it exits: it raises SystemExit: 0; mend"),
+        (["--metrics", "tests.recipes.test_answers:unknown"], "test_answers:unknown gives nan at "),
+        (["--metrics", "tests.recipes.test_answers:huge"], "test_answers:huge gives -inf at "),
         (["--side-by-side", "answers.html"], "--side-by-side: there is no second model to stand beside"),
         (["--side-by-side", "answers.pdf", "--base", "debug:qwen3"], ".pdf is no form of it"),
         (["--base", "debug:qwen3"], "--base: is for answers side by side"),
@@ -118,3 +135,28 @@ def test_rows_of_plain_text_have_no_question(tmp_path: Path, capfd: pytest.Captu
 def test_all_metrics_are_there() -> None:
     found = find_metrics(["exact_match", "f1", "rouge1", "rouge2", "rougeL"])
     assert [metric("the same words", "the same words") for metric in found.values()] == [1.0] * 5
+
+
+def test_questions_of_one_token_are_asked_and_rows_without_one_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = load_tokenizer(resolve("debug:llama"))
+    assert not tokenizer("R").input_ids[1:]  # no BOS either
+    pairs, text = tmp_path / "rows.jsonl", tmp_path / "text.txt"
+    pairs.write_text('{"prompt": "R", "completion": " no"}\n{"prompt": "Which way?", "completion": " up"}\n')
+    text.write_text("A paragraph.\n")
+    sources = [{"path": str(path)} for path in (pairs, text)]
+    rows = build_rows(DataConfig.model_validate({"validation": sources}), "validation", tokenizer)  # type: ignore[arg-type]
+    found = questions_of(rows, tokenizer)
+    assert [(question.prompt, question.expected) for question in found] == [("R", "no"), ("Which way?", "up")]
+    assert f"1 of 3 rows are not asked, without a question before what is trained on: {text}:1" in caplog.text
+
+
+def test_a_piece_of_a_row_is_no_question_of_one_token(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(resolve("debug:llama"))
+    pairs = tmp_path / "rows.jsonl"
+    pairs.write_text('{"prompt": "R", "completion": " ' + "no and " * 40 + '"}\n')
+    how = DataConfig(validation=str(pairs), sequence_length=16, too_long="split")  # type: ignore[arg-type]
+    rows = build_rows(how, "validation", tokenizer)
+    assert len(rows) > 1
+    assert [question.prompt for question in questions_of(rows, tokenizer)] == ["R"]

@@ -241,11 +241,14 @@ def test_ranks_wait_for_slow_rewards(world: Any, place: Path) -> None:
         ([1.0, float("nan")], r"reward r, rows\.jsonl:2: it gives nan"),
         ([1.0, "a"], r"reward r, rows\.jsonl:2: it gives 'a', which is no number"),
         (ZeroDivisionError("by hand"), r"reward r: it raises ZeroDivisionError: by hand \(of rows rows\.jsonl:1, rows"),
+        ([1.0, 10**400], r"reward r, rows\.jsonl:2: it gives inf; give None"),
+        (SystemExit(0), r"reward r: it exits: it raises SystemExit: 0 \(of rows rows\.jsonl:1, rows"),
+        (ValueError("one\ntwo"), r"reward r: it raises ValueError: one \(of rows"),
     ],
 )
 def test_what_is_wrong_with_a_reward_is_named(answer: Any, fault: str) -> None:
     def function(**columns: Any) -> Any:
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
@@ -253,15 +256,22 @@ def test_what_is_wrong_with_a_reward_is_named(answer: Any, fault: str) -> None:
         call_reward("r", function, ["p", "p"], ["a", "b"], [[1], [2]], {}, ["rows.jsonl:1", "rows.jsonl:2"])
 
 
+def test_a_column_of_a_format_of_ones_own_never_gives_way_to_what_is_sampled() -> None:
+    with pytest.raises(DataError, match=r"column 'completions' has the name of what is sampled \(of rows own\.txt:1"):
+        call_reward("r", lambda **columns: [1.0], ["p"], ["a"], [[1]], {"completions": ["b"]}, ["own.txt:1"])
+
+
 def test_rewards_that_are_not_there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     (place / "own_rewards.py").write_text(REWARDS)
     assert list(load_rewards(["own_rewards:short", "rewards.py:same"])) == ["short", "same"]
     (place / "broken.py").write_text("1 / 0")
+    (place / "leaving.py").write_text("raise SystemExit")
     for name, fault in (
         ("short", "names no function"),
         ("nowhere_at_all:short", "cannot be imported .ModuleNotFoundError"),
         ("broken.py:short", "cannot be imported .ZeroDivisionError"),
+        ("leaving.py:short", "cannot be imported .SystemExit"),
         ("rewards.py:long", "has no function 'long'"),
     ):
         with pytest.raises(ConfigError, match=fault):

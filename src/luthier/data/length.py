@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from luthier.batch import Sample
+from luthier.batch import ASKED, Sample
 from luthier.config.kinds import Kind
 from luthier.data.report import DataReport
 from luthier.errors import ConfigError, DataError
@@ -99,4 +99,5 @@ def _cut(sample: Sample, start: int, end: int) -> Sample:
         tokens=sample.tokens[start:end],
         targets=sample.targets[start:end],
         weights=sample.weights[start:end],
+        meta={key: value for key, value in sample.meta.items() if not start or key != ASKED},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import string
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from luthier.config.suggest import nearest
-from luthier.errors import ConfigError, UserError
+from luthier.errors import RAISED_BY_CODE, ConfigError, Terminated, UserError, first_line, kind_and_words
 
 Metric = Callable[[str, str], float]
 """metric(prediction, reference) -> number."""
@@ -97,13 +98,21 @@ def _own(name: str) -> Metric:
     try:
         own: Callable[[str, str], object] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"metric {name!r} cannot be imported ({error})", where="--metrics") from error
+        raise ConfigError(f"metric {name!r} cannot be imported ({first_line(error)})", where="--metrics") from error
+    except Terminated:
+        raise
+    except RAISED_BY_CODE as error:
+        what = f"metric {name!r} cannot be imported ({kind_and_words(error)})"
+        raise ConfigError(what, where="--metrics") from error
 
     def measured(prediction: str, reference: str) -> float:
         value = own(prediction, reference)
         if not isinstance(value, int | float):
             kind = type(value).__name__
             raise ConfigError(f"{name} gave {kind}, not a number", where="--metrics")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # an integer that is too large
+            return math.inf if value > 0 else -math.inf
 
     return measured

@@ -6,21 +6,26 @@ is with every format, and a model is asked exactly as it was trained.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from luthier.batch import Sample
+from luthier.batch import ASKED, Sample
 from luthier.config import GenerationConfig
 from luthier.data.loader import Rows
-from luthier.errors import RAISED_BY_CODE, DataError, UserError
+from luthier.data.report import EXAMPLES
+from luthier.errors import RAISED_BY_CODE, DataError, Terminated, UserError, told_of
 from luthier.recipes.answer_metrics import Metric
 from luthier.recipes.generate import stops_of
 from luthier.report.progress import stage
 from luthier.sampling.engine import SLOTS, SamplingEngine
 from luthier.sampling.request import SamplingRequest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +46,18 @@ class Question:
 
 
 def questions_of(rows: Rows, tokenizer: Any) -> list[Question]:
-    """The rows that have a question, as questions.
+    """The rows that have a question, as questions; those without one are counted in the log.
 
     Raises:
         DataError: none has: rows of plain text are trained on from their first token.
     """
     found = []
+    without: list[str] = []
     for number in range(len(rows)):
         sample = rows[number]
         span = _last_trained(sample)
-        if span is None or span[0] == 0:
+        if span is None or (span[0] == 0 and ASKED not in sample.meta):
+            without.append(sample.origin)
             continue
         start, stop = span
         ids = tuple(int(token) for token in sample.tokens[: start + 1])
@@ -63,6 +70,10 @@ def questions_of(rows: Rows, tokenizer: Any) -> list[Question]:
             where="data.validation",
             remedy="give rows with a prompt and an answer, and train_on_input: false",
         )
+    if without:
+        what = "%d of %d rows are not asked, without a question before what is trained on: %s%s"
+        more = ", ..." if len(without) > EXAMPLES else ""
+        logger.warning(what, len(without), len(rows), ", ".join(without[:EXAMPLES]), more)
     return found
 
 
@@ -112,18 +123,22 @@ def measured(
     """Metric -> a number for each answer.
 
     Raises:
-        UserError: a metric of one's own fails; it and the row are named.
+        UserError: a metric of one's own fails or gives no finite number; it and the row are named.
     """
     found: dict[str, list[float]] = {}
     for name, metric in metrics.items():
         values = []
         for question, answer in zip(questions, answers, strict=True):
             try:
-                values.append(metric(answer, question.expected))
-            except UserError:
+                value = metric(answer, question.expected)
+            except (UserError, Terminated):
                 raise
             except RAISED_BY_CODE as error:
-                what = f"{name} fails at {question.origin}: {type(error).__name__}: {error}"
-                raise UserError(what, where="--metrics") from error
+                what = f"{name} fails at {question.origin}: it {told_of(error)}"
+                raise UserError(what, where="--metrics", remedy="mend the function") from error
+            if not math.isfinite(value):
+                what = f"{name} gives {value} at {question.origin}"
+                raise UserError(what, where="--metrics", remedy="give a finite number for each answer")
+            values.append(value)
         found[name] = values
     return found

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from luthier.errors import RAISED_BY_CODE, ConfigError, DataError
+from luthier.data.formats.unpaired import SAMPLED
+from luthier.errors import RAISED_BY_CODE, ConfigError, DataError, Terminated, kind_and_words, told_of
 
 Function = Callable[..., Any]
 _WHERE = "method.rewards"
@@ -49,8 +50,10 @@ def _module(place: str, name: str) -> Any:
                 sys.path.insert(0, str(Path.cwd()))
             return importlib.import_module(place)
         return _module_of(Path(place).resolve())
+    except Terminated:
+        raise
     except RAISED_BY_CODE as error:
-        what = f"{name!r} cannot be imported ({type(error).__name__}: {error})"
+        what = f"{name!r} cannot be imported ({kind_and_words(error)})"
         raise ConfigError(what, where=_WHERE, remedy="relative paths start at the working directory") from error
 
 
@@ -102,6 +105,9 @@ def call_reward(
         DataError: it raises, or gives something else than a finite number or None for each; names the row.
     """
     where = f"reward {name}"
+    if taken := [key for key in SAMPLED if key in columns]:  # rows of a format of one's own
+        what = f"column {taken[0]!r} has the name of what is sampled (of rows {origins[0]} and on)"
+        raise DataError(what, where=where, remedy="let the format call it something else")
     arguments = {key: list(values) for key, values in columns.items()}
     arguments |= {
         "prompts": list(prompts),
@@ -111,8 +117,10 @@ def call_reward(
     rows = f"rows {', '.join(dict.fromkeys(origins))}"[:400]
     try:
         told = function(**arguments)
+    except Terminated:
+        raise
     except RAISED_BY_CODE as error:
-        what = f"it raises {type(error).__name__}: {error} (of {rows})"
+        what = f"it {told_of(error)} (of {rows})"
         raise DataError(what, where=where, remedy="mend the function; it is given every column by name") from error
     if isinstance(told, str | Mapping) or not hasattr(told, "__len__") or not hasattr(told, "__iter__"):
         raise DataError(f"it gives {type(told).__name__}, not a list of numbers", where=where)
@@ -128,6 +136,8 @@ def _number(value: Any, where: str, origin: str) -> float:
         return math.nan
     try:
         number = float(value)
+    except OverflowError:  # an integer that is too large
+        number = math.inf if value > 0 else -math.inf
     except (TypeError, ValueError):
         raise DataError(f"it gives {value!r}, which is no number", where=f"{where}, {origin}") from None
     if not math.isfinite(number):

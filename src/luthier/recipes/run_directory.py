@@ -14,7 +14,7 @@ from types import FrameType
 from filelock import FileLock, Timeout
 
 from luthier.config import RunConfig, dump_config, load_config
-from luthier.errors import ConfigError
+from luthier.errors import ConfigError, Terminated
 
 _LOCK = ".lock"
 
@@ -117,7 +117,7 @@ class Interruption:
 
     While it is deferred (`deferred()`, around the steps) the first one is a wish to stop after the step, and a second
     SIGINT stops at once. Otherwise nothing is lost by stopping at once: SIGINT raises KeyboardInterrupt, SIGTERM
-    SystemExit with the code that shells give to a process ended by it.
+    Terminated with the code that shells give to a process ended by it.
     """
 
     def __init__(self) -> None:
@@ -150,5 +150,5 @@ class Interruption:
         if number == signal.SIGINT and (self.signal is not None or not self._deferred):
             raise KeyboardInterrupt
         if not self._deferred:
-            raise SystemExit(128 + number)
+            raise Terminated(128 + number)
         self.signal = number

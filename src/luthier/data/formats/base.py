@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
-from luthier.batch import Sample
+from luthier.batch import ASKED, Sample
 from luthier.config.sections import SourceConfig
 from luthier.data.report import BadRow
 from luthier.hf.render import Encoder, Tokenizer
@@ -61,7 +62,8 @@ def plain_sample(encoder: Encoder, prompt: str, completion: str, train_on_input:
     ids = closed(encoder, encoder.encode_document(prompt + completion))
     given = encoder.encode_document(prompt) if prompt else encoder.bos
     start = 0 if train_on_input else common_prefix(given, ids)
-    return Sample.from_ids(ids, [0.0] * start + [1.0] * (len(ids) - start))
+    sample = Sample.from_ids(ids, [0.0] * start + [1.0] * (len(ids) - start))
+    return replace(sample, meta={ASKED: True}) if start == len(given) == 1 and given != encoder.bos else sample
 
 
 def closed(encoder: Encoder, ids: list[int]) -> list[int]:

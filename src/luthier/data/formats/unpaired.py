@@ -18,6 +18,9 @@ from luthier.data.formats.preference import PROMPTS
 from luthier.data.report import BadRow
 from luthier.hf.render import Tokenizer
 
+SAMPLED = ("prompts", "completions", "completion_ids")
+"""What functions that judge answers are given beside the columns of a row."""
+
 _REMEMBERED = 16
 """Answers to earlier prompts that one may be taken from."""
 
@@ -97,6 +100,12 @@ class PromptFormat:
         ids = np.array(self._answers.prompt_ids(found, row), np.int64)
         if not len(ids):
             return None
+        taken = next((key for key in SAMPLED if key in row and key != name), None)
+        if taken is not None:
+            what = f"column {taken!r} has the name of what is sampled, and would never reach a reward function"
+            raise BadRow(
+                what, reason=f"column {taken!r}, a name of what is sampled", remedy="rename it, or take it out"
+            )
         kept = {**{key: value for key, value in row.items() if key != name}, "prompt": found}
         try:
             json.dumps(kept, allow_nan=False)
