@@ -16,6 +16,8 @@ from luthier.config.teaching import DistillConfig, PretrainConfig
 class SftConfig(Method):
     """Supervised fine-tuning: weighted cross-entropy of what each row says."""
 
+    shorthand = "name"
+
     name: Literal["sft"] = "sft"
 
 
