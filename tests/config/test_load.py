@@ -276,6 +276,20 @@ def test_sections_on_the_way_are_made_and_variants_may_follow(example: Path) -> 
     assert config.train.profile.steps == 3
 
 
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        ("", ["method=dpo", "method.beta=0.3"]),
+        ("method: dpo\n", ["method.beta=0.3"]),
+        ("method: {name: kto, beta: 9}\n", ["method=dpo", "method.beta=0.3"]),
+    ],
+)
+def test_a_bare_name_of_a_method_may_have_keys(text: str, overrides: list[str], tmp_path: Path) -> None:
+    method = load(f"model: m\ndata: d\n{text}", tmp_path, *overrides).method
+    assert method.name == "dpo"
+    assert method.beta == 0.3
+
+
 def test_items_of_lists_by_number(tmp_path: Path) -> None:
     text = "model: m\ndata: {train: [a.jsonl, {path: b.jsonl}]}\n"
     config = load(text, tmp_path, "data.train.0.weight=2", "data.train.1.format=chat", "data.train.2.path=c")
@@ -333,6 +347,12 @@ def test_defaults_fill_what_a_command_does_not_need() -> None:
         (["data.train.pth=x"], "data.train.0.pth: is not a known key; did you mean data.train.path?"),
         (["qqqq=1"], "qqqq: is not a known key"),
         (["optimizer.momentum=1"], "optimizer.momentum: is not a key of adamw; it belongs to sgd and muon"),
+        (["method=dpo", "method.beta=-1"], "method.beta: must be more than 0, not -1"),
+        (
+            ["method=dpo", "method.temperature=1"],
+            "method.temperature: is not a key of dpo; it belongs to grpo and distill",
+        ),
+        (["method=[dpo]"], "method: a list is not a section of `key: value` lines"),
         (
             ["optimizer.name=adam"],
             'optimizer.name: "adam" is not adamw, stochastic_adamw, sgd, adafactor or muon; did you mean "adamw"?',

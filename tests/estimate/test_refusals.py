@@ -211,6 +211,46 @@ def test_a_method_refuses_in_an_estimate_what_it_refuses_in_a_run(
     assert caught.value.what in json.loads(capfd.readouterr().out)["error"]["message"]
 
 
+def test_what_loftq_factorises_stays_whole(capfd: pytest.CaptureFixture[str]) -> None:
+    config = run("debug:llama", adapter={"quantize": "nf4", "init": "loftq"})
+    for name in ("tp", "dp_shard", "cp"):
+        with pytest.raises(ConfigError, match=r"loftq factorises whole weights, and of model\.layers\.0") as caught:
+            estimate(config, layout=f"{name} 2")
+        assert (caught.value.where, caught.value.remedy) == (
+            "adapter.init",
+            "use dp_replicate or pp, or leave init out",
+        )
+    assert told(config, 2) == {"dp_replicate 2", "pp 2"}
+    for name in ("dp_replicate", "pp"):
+        assert estimate(config, layout=f"{name} 2")["ranks"] == 2
+    asked = ["--model", "debug:llama", "data={}", "adapter.quantize=nf4", "adapter.init=loftq", "parallel.tp=2"]
+    assert main(["estimate", *asked, "--json"]) == 2
+    assert "loftq factorises whole weights" in json.loads(capfd.readouterr().out)["error"]["message"]
+
+
+def loftq_refused(path: str, layout: dict[str, int]) -> str:
+    """On every rank: what a run is told."""
+    try:
+        ready(path, layout, adapter=LoraConfig(quantize="nf4", init="loftq"), from_scratch=True, precision="bf16")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("degree", ["dp_shard", "dp_replicate", "cp", "tp", "pp"])
+def test_loftq_is_refused_in_a_run_as_in_an_estimate(
+    world: Callable[[int], World], tmp_path: Path, degree: str
+) -> None:
+    path = str(save_config(tmp_path, "llama", **SIZES))
+    said = ""
+    try:
+        estimate(run(path, adapter={"quantize": "nf4", "init": "loftq"}), layout=f"{degree} 2")
+    except ConfigError as error:
+        said = str(error)
+    assert bool(said) == (degree in ("dp_shard", "cp", "tp"))
+    assert world(2).run(loftq_refused, path, {degree: 2}) == [said] * 2
+
+
 def test_layouts_for_rows_with_images() -> None:
     source = [{"path": "rows.jsonl", "image_column": "image"}]
     config = run("debug:gemma3", data={"train": source})

@@ -18,7 +18,7 @@ from luthier.batch import Batch
 from luthier.config import RunConfig
 from luthier.data.cache import cache_directory
 from luthier.engine.step import ForwardBackward
-from luthier.errors import NonFiniteError, UserError
+from luthier.errors import CheckpointError, NonFiniteError, UserError
 from luthier.hf.tiny import debug_config
 from luthier.recipes import kto, methods, pairs, references, setup
 from luthier.recipes.dry_run import dry_run
@@ -165,6 +165,30 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(
     assert methods.train(broken)["steps"] == 3
     assert methods.train(broken, resume="must")["steps"] == whole["steps"]
     assert_same_end(Path(config("whole").output), Path(broken.output))
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        (
+            {"name": "dpo", "reference": "debug:gpt2", "beta": 0.9},
+            "method.beta was 0.1 and is 0.9, method.reference was 'precomputed' and is 'debug:gpt2'; undo the change",
+        ),
+        ({"name": "dpo", "loss": "ipo"}, "method.loss was 'sigmoid' and is 'ipo'; undo the change"),
+        ({"name": "orpo"}, "cannot go on from this checkpoint: method was 'dpo' and is 'orpo'; undo the change"),
+    ],
+    ids=str,
+)
+def test_another_loss_is_not_gone_on_with(tmp_path: Path, method: dict[str, Any], told: str) -> None:
+    def config(method: Any, steps: int) -> RunConfig:
+        train = {"steps": steps, "rows_per_step": 2, "precision": "fp32"}
+        return config_of("debug:llama", PAIRS, tmp_path, method, train=train)
+
+    methods.train(config("dpo", 1))
+    with pytest.raises(CheckpointError) as caught:
+        methods.train(config(method, 2))
+    assert told in str(caught.value)
+    assert methods.train(config({"name": "dpo", "share_prompt": False}, 2), resume="must")["steps"] == 2
 
 
 def test_the_reference_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

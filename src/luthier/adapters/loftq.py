@@ -44,10 +44,6 @@ class LoftQ(Packing):
     rounds: int = 1
     model: Any = None
 
-    @property
-    def whole(self) -> bool:
-        return True
-
     @torch.no_grad()
     def pack(self, name: str, part: Tensor, like: Tensor, *, transposed: bool) -> Nf4Weight:
         layer = self.model.get_submodule(name.rpartition(".")[0])

@@ -97,6 +97,8 @@ def apply_lora(model: Any, config: LoraConfig, seed: int = 0, tokens: NewTokens 
         names = resolve_targets(model, config.target, without=trained)
         _allow(model, names, config.init)
         attach_all(model, dict.fromkeys(names, spec), trained, DTYPES.get(config.dtype or ""))
+        if rounds_of(config.init):
+            model.factorised = tuple(quantizable(model))  # which `parallel.rules` leaves whole
         if tokens is not None:
             attach_rows(model, tokens, DTYPES.get(config.dtype or ""), trained)
     if any(parameter.is_meta for parameter in model.parameters()):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from luthier.adapters.loftq import LoftQ, rounds_of
 from luthier.adapters.structure import wholly_trained
@@ -94,9 +93,6 @@ def require_whole_blocks(model: nn.Module, packing: Packing) -> None:
     """
     for name in packing.names:
         parameter = model.get_parameter(name)
-        if packing.whole and isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements):
-            what = f"loftq factorises whole weights, and of {name} each rank reads a part"
-            raise ConfigError(what, where="adapter.init", remedy="use dp_replicate or pp, or leave init out")
         transposed = is_transposed(model.get_submodule(name.rpartition(".")[0]))
         if (why := cut_blocks(parameter, transposed=transposed)) is not None:
             raise ConfigError(

@@ -16,10 +16,14 @@ from luthier.config.teaching import DistillConfig, PretrainConfig
 class SftConfig(Method):
     """Supervised fine-tuning: weighted cross-entropy of what each row says."""
 
+    shorthand = "name"
+
     name: Literal["sft"] = "sft"
 
 
 class _SharedPrompts(Method):
+    only_speed: ClassVar[frozenset[str]] = frozenset({"share_prompt"})
+
     share_prompt: bool = True
     """Run the prompt of a row's two answers once, forward and backward, where the model's layers allow it; the same
     gradients either way without dropout. With it, the model's or adapter.dropout, a shared prompt draws once, not once

@@ -73,7 +73,7 @@ def _entries(node: yaml.Node | None, shape: Shape) -> list[tuple[yaml.ScalarNode
         return []
     if isinstance(node, yaml.MappingNode):
         return node.value
-    shorthand = getattr(shape.variant(None), "shorthand", None) if shape.kind == "section" else None
+    shorthand = shape.shorthand
     return [(yaml.ScalarNode(_PREFIX + "str", shorthand), node)] if shorthand else []
 
 

@@ -130,9 +130,8 @@ class Reader:
 
 def _long_form(node: yaml.Node, shape: Shape) -> yaml.MappingNode | None:
     """A bare text or list that stands for a section, as the mapping that is meant; None where it cannot."""
-    model = shape.variant(None)
-    shorthand = getattr(model, "shorthand", None)
-    if shorthand is None:
+    shorthand = shape.shorthand
+    if shorthand is None or (isinstance(node, yaml.SequenceNode) and shape.child(shorthand).kind == "choice"):
         return None
     key = yaml.ScalarNode("tag:yaml.org,2002:str", shorthand)
     return yaml.MappingNode("tag:yaml.org,2002:map", [(key, node)], start_mark=node.start_mark)

@@ -62,6 +62,12 @@ class Shape:
         """The key that tells the variants apart."""
         return next(key for key in TAGS if all(key in model.model_fields for model in self.sections))
 
+    @property
+    def shorthand(self) -> str | None:
+        """The key of a section that a bare text or list stands for; None where it cannot stand for one."""
+        model = self.variant(None) if self.kind == "section" else None
+        return getattr(model, "shorthand", None)
+
     def tags(self, model: type[BaseModel]) -> tuple[str, ...]:
         """The names under which a variant goes."""
         return get_args(model.model_fields[self.tag].annotation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 class DistillConfig(Method):
     """Distillation: the model is to say what a teacher of the same vocabulary would, token by token, on the rows."""
+
+    only_speed: ClassVar[frozenset[str]] = frozenset({"precompute"})
 
     name: Literal["distill"]
     teacher: PathText

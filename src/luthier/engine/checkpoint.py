@@ -129,16 +129,15 @@ def _score(checkpoint: Path) -> float | None:
 
 
 def check_unchanged(taken_of: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
-    """Refuse to go on with other data, another batch or another model than the checkpoint was taken of.
+    """Refuse to go on with other data, another batch, model or loss than the checkpoint was taken of.
 
     Raises:
-        CheckpointError: naming each thing that changed, with both values.
+        CheckpointError: naming each thing that changed, with both values; of a method that is another, only that.
     """
-    changed = [
-        f"{key} was {taken_of.get(key)!r} and is {now.get(key)!r}"
-        for key in sorted(taken_of.keys() | now.keys())
-        if taken_of.get(key) != now.get(key)
-    ]
+    keys = {key for key in taken_of.keys() | now.keys() if taken_of.get(key) != now.get(key)}
+    if "method" in keys:
+        keys = {key for key in keys if not key.startswith("method.")}
+    changed = [f"{key} was {taken_of.get(key)!r} and is {now.get(key)!r}" for key in sorted(keys)]
     if changed:
         raise CheckpointError(
             "cannot go on from this checkpoint: " + ", ".join(changed),

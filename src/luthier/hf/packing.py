@@ -36,11 +36,6 @@ class Packing:
     double: bool
     names: Collection[str] = ()
 
-    @property
-    def whole(self) -> bool:
-        """Whether it needs whole weights."""
-        return False
-
     @torch.no_grad()
     def pack(self, name: str, part: Tensor, like: Tensor, *, transposed: bool) -> Nf4Weight:
         """What this rank holds of a weight, quantised.

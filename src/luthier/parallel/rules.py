@@ -30,6 +30,7 @@ REFUSALS: dict[str, Callable[[Any, int], str | None]] = {
 _NAMES = ("dp_replicate", "dp_shard", *REFUSALS)
 _EYES = "what sees has no plan for it"
 _LATE = "are put together after the backward pass"
+_CROSSING = "text without images passes its layers over that see"
 
 
 def check_pictures(layout: Layout) -> None:
@@ -88,6 +89,23 @@ def needs_whole(model: Any, name: str, optimizer: OptimizerConfig) -> UserError 
     return None
 
 
+def read_whole(model: Any, name: str) -> ConfigError | None:
+    """What speaks against a degree that cuts what an adapter factorises while it is read.
+
+    Args:
+        model: whole, on meta or not; adapters may be in place.
+        name: of the degree; dp_replicate and pp leave weights whole.
+    """
+    names = getattr(model, "factorised", ())
+    if name == "tp":
+        placed = {key: lie.placement for key, _, lie in tensor.lies(model)} if names else {}
+        names = [key for key in names if key in placed and placed[key].is_shard()]
+    if not names or name not in ("dp_shard", "cp", "tp"):
+        return None
+    what = f"loftq factorises whole weights, and of {names[0]} each rank reads a part"
+    return ConfigError(what, where="adapter.init", remedy="use dp_replicate or pp, or leave init out")
+
+
 def refusals(
     model: Any, stages_per_rank: int = 1, optimizer: OptimizerConfig | None = None, *, pictures: bool = False
 ) -> Refusal:
@@ -109,8 +127,10 @@ def refusals(
         if degree == 1:
             return None
         if seeing and crosses(model.config):
-            return "text without images passes its layers over that see"
+            return _CROSSING
         if optimizer is not None and (error := needs_whole(model, name, optimizer)) is not None:
+            return error.what
+        if (error := read_whole(model, name)) is not None:
             return error.what
         if name not in REFUSALS:
             return None
@@ -139,15 +159,18 @@ def check(model: Any, layout: Layout, stages_per_rank: int = 1, optimizer: Optim
 
     Raises:
         ConfigError: with the reason, and the nearest layout of as many ranks that works, with the optimizer too,
-            or that none does.
+            or that none does; or the adapter factorises whole weights.
         UserError: the optimizer takes whole weights, of which the layout makes shards.
     """
     if optimizer is not None and optimizer.in_backward:
         check_in_backward(layout)
     reason = refusals(model, stages_per_rank)
-    if layout.ranks > 1 and (why := reason("dp_shard", layout.ranks)):
-        what = f"{type(model).__name__} cannot run on several ranks: {why}"
+    if layout.ranks > 1 and sees(model.config) and crosses(model.config):
+        what = f"{type(model).__name__} cannot run on several ranks: {_CROSSING}"
         raise ConfigError(what, where="parallel", remedy="run one process")
+    for name in _NAMES:
+        if getattr(layout, name) > 1 and (whole := read_whole(model, name)) is not None:
+            raise whole
     for name in REFUSALS:
         degree = getattr(layout, name)
         if why := reason(name, degree):

@@ -243,6 +243,7 @@ def identity(config: RunConfig, state: TrainState) -> dict[str, Any]:
         "adapter": {"none": "none", "lora": "LoRA"}.get(kind, kind),
         **{f"adapter.{key}": value for key, value in adapter.items()},
         "method": config.method.name,
+        **{f"method.{key}": value for key, value in config.method.deciding().items()},
         "optimizer.name": config.optimizer.name,
         "train.precision": str(state.outline.dtype).removeprefix("torch."),
         "seed": config.seed,
