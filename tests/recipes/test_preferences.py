@@ -73,8 +73,9 @@ def test_a_model_that_reads_one_document_at_a_time(tmp_path: Path, monkeypatch: 
             state.packing_fault = "of a test"
             return state
 
-        monkeypatch.setattr(setup, "build_state", faulty)
-        found = one_step(config, microbatches)
+        with monkeypatch.context() as patched:  # undone before `double` is, or float64 would stay for later tests
+            patched.setattr(setup, "build_state", faulty)
+            found = one_step(config, microbatches)
     assert found[0] == pytest.approx(expected[0], rel=1e-10)
     assert gradient_error(found[1], expected[1]) < 1e-10
     mamba = config_of("debug:mamba", PAIRS, tmp_path, "dpo", train={"steps": 2, "rows_per_step": 2})
