@@ -59,44 +59,5 @@ class NonFiniteError(UserError):
     """A loss or gradient that is NaN or infinite; names the step, the rows and the first tensor at fault."""
 
 
-RAISED_BY_CODE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    StopIteration,
-    SyntaxError,
-    SystemExit,
-    TypeError,
-    ValueError,
-)
-"""What Python raises in code that a user brings along: a reward, a metric. It is told with the code's name; whatever
-else that code raises on purpose is its own affair. Leaving is not: a run would end unfinished as if it were done."""
-
-
 class Terminated(SystemExit):
     """SIGTERM came, and nothing is lost by stopping at once: no fault of the code that it came in."""
-
-
-def told_of(error: BaseException) -> str:
-    """What code that a user brings along does, one of `RAISED_BY_CODE`, in one line.
-
-    >>> told_of(ValueError("too long\\nby 3")), told_of(SystemExit())
-    ('raises ValueError: too long', 'exits: it raises SystemExit')
-    """
-    said = f"raises {kind_and_words(error)}"
-    return f"exits: it {said}" if isinstance(error, SystemExit) else said
-
-
-def kind_and_words(error: BaseException) -> str:
-    """An error of somebody else's in one line, its type in front.
-
-    >>> kind_and_words(ValueError("too long\\nby 3")), kind_and_words(SystemExit())
-    ('ValueError: too long', 'SystemExit')
-    """
-    name = type(error).__name__
-    return f"{name}: {first_line(error)}" if str(error).strip() else name

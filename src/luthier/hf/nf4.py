@@ -102,15 +102,7 @@ class Nf4Weight(Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[Nf4Weight],
-        codes: Tensor,
-        scales: Tensor,
-        outer: Outer | None,
-        *,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        pieces: int = 0,
-        matrix: torch.Size | None = None,
+        cls: type[Nf4Weight], codes: Tensor, *_: Any, shape: torch.Size, dtype: torch.dtype, **__: Any
     ) -> Nf4Weight:
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
 

@@ -72,21 +72,23 @@ def streamed_cross_entropy(
     (2.0794, [-2.0794, 0.0])
     """
     inputs = [hidden, weight] if bias is None else [hidden, weight, bias]
-    wants = [torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs]
+    wants = [
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
+    ]
     with torch.no_grad():
         head = LinearHead(weight.detach(), None if bias is None else bias.detach(), scale, soft_cap)
         rows = coefficients.nonzero()[:, 0]
         chosen, chosen_targets, factors = hidden[rows], targets[rows], coefficients[rows]
-        gradients: list[torch.Tensor | None] = [torch.empty_like(chosen) if wants[0] else None]
-        gradients += _weight_gradients(head, len(rows), wants[1:])
+        of_hidden, of_weight, of_bias = _room(chosen, head, wants)
         found = torch.zeros(len(targets), dtype=wide_dtype(hidden), device=hidden.device)
+        gradients = (of_hidden, of_weight, of_bias)
         found[rows] = _pass(chosen, head, chosen_targets, factors, gradients, chunk, tile)
         loss = -exact_sum(coefficients, found)
         if not any(wants):
             return loss, found
-        if gradients[0] is not None:
-            gradients[0] = torch.zeros_like(hidden).index_copy_(0, rows, gradients[0])
-    return with_gradients(loss, inputs, gradients), found
+        if of_hidden is not None:
+            of_hidden = torch.zeros_like(hidden).index_copy_(0, rows, of_hidden)
+    return with_gradients(loss, inputs, (of_hidden, of_weight, of_bias)[: len(inputs)]), found
 
 
 def streamed_logprobs(
@@ -118,7 +120,7 @@ def streamed_logprobs(
         return cast(torch.Tensor, _Logprobs.apply(hidden, weight, bias, targets, scale, soft_cap, chunk, tile))
     with torch.no_grad():
         head = LinearHead(weight, bias, scale, soft_cap)
-        return _pass(hidden, head, targets, _ones(targets, hidden), [], chunk, tile)
+        return _pass(hidden, head, targets, _ones(targets, hidden), (None, None, None), chunk, tile)
 
 
 class _Logprobs(torch.autograd.Function):
@@ -144,7 +146,7 @@ class _Logprobs(torch.autograd.Function):
             LinearHead(weight, bias, scale, soft_cap),
             targets,
             -_ones(targets, hidden),
-            [slopes, None, None],
+            (slopes, None, None),
             chunk,
             tile,
         )
@@ -162,8 +164,7 @@ class _Logprobs(torch.autograd.Function):
         hidden, weight, bias, targets = ctx.saved_tensors
         scale, soft_cap, chunk, tile = ctx.how
         head = LinearHead(weight, bias, scale, soft_cap)
-        sums: list[torch.Tensor | None] = [torch.empty_like(hidden) if ctx.needs_input_grad[0] else None]
-        sums += _weight_gradients(head, len(hidden), ctx.needs_input_grad[1:3])
+        sums = _room(hidden, head, ctx.needs_input_grad)
         _pass(hidden, head, targets, -gradients[0], sums, chunk, tile)
         return *sums, *nothing
 
@@ -172,11 +173,18 @@ def _ones(targets: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(targets, dtype=wide_dtype(hidden))
 
 
-def _weight_gradients(head: LinearHead, count: int, wants: Sequence[bool]) -> list[torch.Tensor | None]:
-    """Room for the gradients of weight and bias, as far as wanted; it is overwritten where there are positions."""
-    make = torch.empty_like if count else torch.zeros_like
-    tensors = (head.weight, head.bias)[: len(wants)]
-    return [make(one) if want and one is not None else None for one, want in zip(tensors, wants, strict=True)]
+_ThreeGradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Of hidden states, weight and bias; None = not wanted."""
+
+
+def _room(hidden: torch.Tensor, head: LinearHead, wants: Sequence[bool]) -> _ThreeGradients:
+    """Room for the gradients that are wanted; it is overwritten where there are positions."""
+    make = torch.empty_like if len(hidden) else torch.zeros_like
+    of_hidden, of_weight, of_bias = (
+        make(tensor) if want and tensor is not None else None
+        for tensor, want in zip((hidden, head.weight, head.bias), wants, strict=False)
+    )
+    return of_hidden, of_weight, of_bias
 
 
 def _pass(
@@ -184,13 +192,13 @@ def _pass(
     head: LinearHead,
     targets: torch.Tensor,
     coefficients: torch.Tensor,
-    gradients: Sequence[torch.Tensor | None],
+    gradients: _ThreeGradients,
     chunk: int,
     tile: int | None,
 ) -> torch.Tensor:
     """Log-probabilities [n] of all positions, and into `gradients`, of hidden, weight and bias as far as there, those
     of the sum of coefficient * -log p."""
-    of_hidden, of_weight, of_bias = [*gradients, None, None, None][:3]
+    of_hidden, of_weight, of_bias = gradients
     if of_weight is not None or of_bias is not None:
         chunk = min(chunk, max(64, _KEPT_BYTES // (len(head.weight) * head.weight.element_size())))
     found = torch.zeros(len(targets), dtype=wide_dtype(hidden), device=hidden.device)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import math
 import re
 import string
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from luthier.config.suggest import nearest
-from luthier.errors import RAISED_BY_CODE, ConfigError, Terminated, UserError, first_line, kind_and_words
+from luthier.errors import ConfigError, UserError, first_line
+from luthier.recipes.own_code import kind_and_words, module_of, number_of, own_code
 
 Metric = Callable[[str, str], float]
 """metric(prediction, reference) -> number."""
@@ -93,26 +90,19 @@ def find_metrics(names: Sequence[str]) -> dict[str, Metric]:
 
 def _own(name: str) -> Metric:
     module, _, function = name.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # a module beside the config file is found, as it is with `python -m`
-    try:
-        own: Callable[[str, str], object] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"metric {name!r} cannot be imported ({first_line(error)})", where="--metrics") from error
-    except Terminated:
-        raise
-    except RAISED_BY_CODE as error:
-        what = f"metric {name!r} cannot be imported ({kind_and_words(error)})"
-        raise ConfigError(what, where="--metrics") from error
+
+    def fault(error: BaseException) -> ConfigError:
+        why = first_line(error) if isinstance(error, ImportError | AttributeError) else kind_and_words(error)
+        return ConfigError(f"metric {name!r} cannot be imported ({why})", where="--metrics")
+
+    with own_code(fault):
+        own: Callable[[str, str], object] = getattr(module_of(module), function)
 
     def measured(prediction: str, reference: str) -> float:
         value = own(prediction, reference)
         if not isinstance(value, int | float):
             kind = type(value).__name__
             raise ConfigError(f"{name} gave {kind}, not a number", where="--metrics")
-        try:
-            return float(value)
-        except OverflowError:  # an integer that is too large
-            return math.inf if value > 0 else -math.inf
+        return number_of(value)
 
     return measured

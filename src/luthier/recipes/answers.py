@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from luthier.batch import ASKED, Sample
 from luthier.config import GenerationConfig
 from luthier.data.loader import Rows
 from luthier.data.report import EXAMPLES
-from luthier.errors import RAISED_BY_CODE, DataError, Terminated, UserError, told_of
+from luthier.errors import DataError, UserError
 from luthier.recipes.answer_metrics import Metric
 from luthier.recipes.generate import stops_of
+from luthier.recipes.own_code import own_code, told_of
 from luthier.report.progress import stage
 from luthier.sampling.engine import SLOTS, SamplingEngine
 from luthier.sampling.request import SamplingRequest
@@ -117,6 +119,10 @@ def answers_to(
     return found
 
 
+def _failed(name: str, origin: str, error: BaseException) -> UserError:
+    return UserError(f"{name} fails at {origin}: it {told_of(error)}", where="--metrics", remedy="mend the function")
+
+
 def measured(
     metrics: Mapping[str, Metric], questions: Sequence[Question], answers: Sequence[str]
 ) -> dict[str, list[float]]:
@@ -129,13 +135,8 @@ def measured(
     for name, metric in metrics.items():
         values = []
         for question, answer in zip(questions, answers, strict=True):
-            try:
+            with own_code(partial(_failed, name, question.origin)):
                 value = metric(answer, question.expected)
-            except (UserError, Terminated):
-                raise
-            except RAISED_BY_CODE as error:
-                what = f"{name} fails at {question.origin}: it {told_of(error)}"
-                raise UserError(what, where="--metrics", remedy="mend the function") from error
             if not math.isfinite(value):
                 what = f"{name} gives {value} at {question.origin}"
                 raise UserError(what, where="--metrics", remedy="give a finite number for each answer")

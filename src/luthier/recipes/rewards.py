@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 from luthier.data.formats.unpaired import SAMPLED
-from luthier.errors import RAISED_BY_CODE, ConfigError, DataError, Terminated, kind_and_words, told_of
+from luthier.errors import ConfigError, DataError
+from luthier.recipes.own_code import kind_and_words, module_of, number_of, own_code, told_of
 
 Function = Callable[..., Any]
 _WHERE = "method.rewards"
@@ -34,7 +30,8 @@ def load_rewards(names: Sequence[str]) -> dict[str, Function]:
         if not colon or not place or not function:
             remedy = "write package.module:function or FILE.py:function"
             raise ConfigError(f"{name!r} names no function", where=_WHERE, remedy=remedy)
-        reward = getattr(_module(place, name), function, None)
+        with own_code(partial(_unimportable, name)):
+            reward = getattr(module_of(place), function, None)
         if not callable(reward):
             raise ConfigError(f"{place} has no function {function!r}", where=_WHERE)
         if function in found:
@@ -43,39 +40,9 @@ def load_rewards(names: Sequence[str]) -> dict[str, Function]:
     return found
 
 
-def _module(place: str, name: str) -> Any:
-    try:
-        if not place.endswith(".py"):
-            if str(Path.cwd()) not in sys.path:
-                sys.path.insert(0, str(Path.cwd()))
-            return importlib.import_module(place)
-        return _module_of(Path(place).resolve())
-    except Terminated:
-        raise
-    except RAISED_BY_CODE as error:
-        what = f"{name!r} cannot be imported ({kind_and_words(error)})"
-        raise ConfigError(what, where=_WHERE, remedy="relative paths start at the working directory") from error
-
-
-def _module_of(path: Path) -> ModuleType:
-    """A file as a module, executed once as long as it is not edited: a notebook goes on after an edit.
-
-    Dataclasses, and whatever else asks for the module by its name, need it to be there before it is executed.
-    """
-    mark = hashlib.blake2b(f"{path}\n".encode() + path.read_bytes(), digest_size=8).hexdigest()
-    name = f"luthier_rewards_{path.stem}_{mark}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+def _unimportable(name: str, error: BaseException) -> ConfigError:
+    what = f"{name!r} cannot be imported ({kind_and_words(error)})"
+    return ConfigError(what, where=_WHERE, remedy="relative paths start at the working directory")
 
 
 def call_reward(
@@ -115,13 +82,13 @@ def call_reward(
         "completion_ids": [list(ids) for ids in completion_ids],
     }
     rows = f"rows {', '.join(dict.fromkeys(origins))}"[:400]
-    try:
-        told = function(**arguments)
-    except Terminated:
-        raise
-    except RAISED_BY_CODE as error:
+
+    def fault(error: BaseException) -> DataError:
         what = f"it {told_of(error)} (of {rows})"
-        raise DataError(what, where=where, remedy="mend the function; it is given every column by name") from error
+        return DataError(what, where=where, remedy="mend the function; it is given every column by name")
+
+    with own_code(fault):
+        told = function(**arguments)
     if isinstance(told, str | Mapping) or not hasattr(told, "__len__") or not hasattr(told, "__iter__"):
         raise DataError(f"it gives {type(told).__name__}, not a list of numbers", where=where)
     values = list(told)
@@ -135,9 +102,7 @@ def _number(value: Any, where: str, origin: str) -> float:
     if value is None:
         return math.nan
     try:
-        number = float(value)
-    except OverflowError:  # an integer that is too large
-        number = math.inf if value > 0 else -math.inf
+        number = number_of(value)
     except (TypeError, ValueError):
         raise DataError(f"it gives {value!r}, which is no number", where=f"{where}, {origin}") from None
     if not math.isfinite(number):
