@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -315,8 +315,7 @@ def _parity(method: Method, directory: Path, world: Callable[[int], World]) -> d
     theirs.save_pretrained(str(directory / "theirs"), save_embedding_layers=False)
     factor = 1 / sum(float(sample.weights.sum()) for sample in samples)
     expected = weighted_sum(Cut(theirs, method.virtual), samples, factor)
-    expected_logprobs = torch.cat(expected.logprobs)
-    trained = torch.cat([torch.from_numpy(sample.weights) for sample in samples]) != 0
+    expected_logprobs = of_trained(expected.logprobs)
     own = method.from_files(directory / "theirs")
     found: dict[str, float | str] = {}
 
@@ -327,8 +326,7 @@ def _parity(method: Method, directory: Path, world: Callable[[int], World]) -> d
     assert shapes(state) == shapes(ready(base, method.config(), method.tokens)), "other files than the config asks for"
 
     def off(state: TrainState) -> float:
-        logprobs = torch.cat(logprobs_of(state, [Batch.pack([sample]) for sample in samples]))
-        return relative(logprobs[trained], expected_logprobs[trained])
+        return relative(ours(state), expected_logprobs)
 
     def gradients() -> float:
         outputs = forward_backward_all(state, microbatches(samples, 0, 1))
@@ -351,8 +349,7 @@ def _parity(method: Method, directory: Path, world: Callable[[int], World]) -> d
             autocast_adapter_dtype=False,
         )
         again.eval()
-        said = torch.cat(weighted_sum(Cut(again, method.virtual), samples).logprobs)
-        return relative(said[trained], expected_logprobs[trained])
+        return relative(said(Cut(again, method.virtual)), expected_logprobs)
 
     def on(layout: dict[str, int]) -> float:
         worst = 0.0
@@ -450,6 +447,21 @@ def put_gradients(model: Any) -> None:
 def shapes(state: TrainState) -> dict[str, torch.Size]:
     """What trains."""
     return {name: parameter.shape for name, parameter in state.trainable.items()}
+
+
+def of_trained(logprobs: Sequence[Tensor]) -> Tensor:
+    """Log-probabilities of each document, those that train."""
+    return torch.cat(list(logprobs))[torch.cat([torch.from_numpy(one.weights) for one in documents()]) != 0]
+
+
+def said(model: Any) -> Tensor:
+    """Log-probabilities of what trains, by a plain or PEFT's model."""
+    return of_trained(weighted_sum(model, documents()).logprobs)
+
+
+def ours(state: TrainState) -> Tensor:
+    """The same by our model."""
+    return of_trained(logprobs_of(state, [Batch.pack([sample]) for sample in documents()]))
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:

@@ -14,8 +14,6 @@ from peft.tuners.lora import layer as pefts_layers
 from torch import Tensor
 
 from luthier.adapters import adapted, merge, save_peft
-from luthier.batch import Batch
-from luthier.engine.evaluate import logprobs_of
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all
 from luthier.hf.tiny import debug_config
@@ -37,15 +35,8 @@ def parity(method: table.Method, directory: Path, world: Callable[[int], World])
     theirs.peft_config["default"].init_lora_weights = True  # as PEFT's example has it
     samples = documents()
     factor = 1 / sum(float(sample.weights.sum()) for sample in samples)
-    weighted = torch.cat([torch.from_numpy(sample.weights) for sample in samples]) != 0
     files = method.from_files(directory / "theirs")
     found: dict[str, float | str] = {}
-
-    def said(model: Any) -> Tensor:
-        return torch.cat(weighted_sum(model, samples).logprobs)[weighted]
-
-    def ours(state: TrainState) -> Tensor:
-        return torch.cat(logprobs_of(state, [Batch.pack([sample]) for sample in samples]))[weighted]
 
     def gradients(state: TrainState) -> dict[str, Tensor]:
         forward_backward_all(state, microbatches(samples, 0, 1))
@@ -59,7 +50,7 @@ def parity(method: table.Method, directory: Path, world: Callable[[int], World])
 
     state, twin = table.ready(base, method.config()), table.ready(base, method.config())
     expected = weighted_sum(theirs, samples, factor)
-    found["forward"] = table.relative(ours(state), torch.cat(expected.logprobs)[weighted])
+    found["forward"] = table.relative(table.ours(state), table.of_trained(expected.logprobs))
     table.put(twin.model, {our_name(name): p.detach() for name, p in theirs.named_parameters() if p.requires_grad})
     found["gradients"] = gradient_error(gradients(twin), {our_name(n): g for n, g in expected.gradients.items()})
     for model in (state.model, theirs):
@@ -67,17 +58,17 @@ def parity(method: table.Method, directory: Path, world: Callable[[int], World])
             for name, parameter in model.named_parameters():
                 if "lora_" in name:
                     parameter.mul_(1.25)
-    before = ours(state)
+    before = table.ours(state)
     save_peft(state.model, directory / "ours")
     again = peft.PeftModel.from_pretrained(
         plain_model(beside, torch.float64), str(directory / "ours"), is_trainable=True, autocast_adapter_dtype=False
     )
-    found["saves"] = table.relative(said(again.eval()), before)
+    found["saves"] = table.relative(table.said(again.eval()), before)
     theirs.save_pretrained(str(directory / "theirs"))
-    found["loads"] = table.relative(ours(table.ready(base, files)), said(theirs))
+    found["loads"] = table.relative(table.ours(table.ready(base, files)), table.said(theirs))
     for name, layout in table.LAYOUTS.items():
         found[name] = table.cell(method, name, lambda layout=layout: on(layout))  # type: ignore[misc]
     merge(state.model)
     assert not list(adapted(state.model))
-    found["merges"] = table.relative(ours(state), before)
+    found["merges"] = table.relative(table.ours(state), before)
     return found

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from luthier.adapters import adapted, merge, save_peft
-from luthier.batch import Batch
-from luthier.engine.evaluate import logprobs_of
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all
 from luthier.hf.tiny import debug_config
@@ -44,13 +42,6 @@ def _parity(
 ) -> dict[str, float | str]:
     samples = documents()
     factor = 1 / sum(float(sample.weights.sum()) for sample in samples)
-    weighted = torch.cat([torch.from_numpy(sample.weights) for sample in samples]) != 0
-
-    def said(model: Any) -> Tensor:
-        return torch.cat(weighted_sum(model, samples).logprobs)[weighted]
-
-    def ours(state: TrainState) -> Tensor:
-        return torch.cat(logprobs_of(state, [Batch.pack([sample]) for sample in samples]))[weighted]
 
     def gradients(state: TrainState) -> dict[str, Tensor]:
         forward_backward_all(state, microbatches(samples, 0, 1))
@@ -64,7 +55,7 @@ def _parity(
 
     state = table.ready(base, method.config())
     expected = weighted_sum(theirs, samples, factor)
-    found: dict[str, float | str] = {"forward": table.relative(ours(state), torch.cat(expected.logprobs)[weighted])}
+    found: dict[str, float | str] = {"forward": table.relative(table.ours(state), table.of_trained(expected.logprobs))}
     named = {our_name(name): gradient for name, gradient in expected.gradients.items()}
     twin = table.ready(base, method.config())
     table.put(twin.model, {our_name(name): p.detach() for name, p in theirs.named_parameters()})
@@ -75,24 +66,24 @@ def _parity(
                 if "lora_" in name:
                     parameter.mul_(1.25)
     save_peft(state.model, directory / "ours")
-    found["saves"] = table.relative(said(opened(directory / "ours")), ours(state))
-    changed = said(theirs)
+    found["saves"] = table.relative(table.said(opened(directory / "ours")), table.ours(state))
+    changed = table.said(theirs)
     with warnings.catch_warnings():  # that two adapters which both changed the base are not to be used together
         warnings.simplefilter("ignore")
         theirs.save_pretrained(
             str(directory / "theirs"), path_initial_model_for_weight_conversion=str(directory / "first")
         )
-    found["loads"] = table.relative(ours(table.ready(base, method.from_files(directory / "theirs"))), changed)
+    found["loads"] = table.relative(table.ours(table.ready(base, method.from_files(directory / "theirs"))), changed)
     alone = table.ready(base, method.config())
     strengthen(alone)
     single = gradients(alone)
     for name, layout in table.LAYOUTS.items():
         ranks = world(2).run(table.widened, base, layout, method.config())
         found[name] = max(gradient_error(rank["gradients"], single) for rank in ranks)
-    before = ours(state)
+    before = table.ours(state)
     merge(state.model)
     assert not list(adapted(state.model))
-    found["merges"] = table.relative(ours(state), before)
+    found["merges"] = table.relative(table.ours(state), before)
     return found
 
 

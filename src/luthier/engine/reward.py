@@ -42,8 +42,8 @@ class Ranking(HiddenLoss):
 
 @dataclass(frozen=True)
 class Weighing(HiddenLoss):
-    """Sum of weight x score, whose gradient is any function's whose slopes in the scores are the weights: documents
-    that are compared need not stand in one microbatch."""
+    """Sum of weight x (-score), whose gradient is any function's whose slopes in the scores are minus the weights:
+    documents that are compared need not stand in one microbatch."""
 
     def score(
         self, state: TrainState, hidden: torch.Tensor, row: Batch, batch: Batch
@@ -52,7 +52,7 @@ class Weighing(HiddenLoss):
         chosen = counted(row)
         places = chosen if chosen.numel() else chosen.new_zeros(1)  # whoever shares weights has to take part
         found = _scores(state, hidden, places)
-        loss = (row.weights[0, places] * found).sum(dtype=torch.float64)
+        loss = -(row.weights[0, places] * found).sum(dtype=torch.float64)
         return loss, found.new_zeros(batch.tokens).index_put((chosen,), found[: chosen.numel()])
 
 

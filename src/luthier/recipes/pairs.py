@@ -14,12 +14,11 @@ import torch
 from luthier.batch import NO_TOKEN, Batch
 from luthier.config import RunConfig
 from luthier.data.loader import StepBatch
-from luthier.engine.state import TrainState
-from luthier.engine.step import ForwardBackward, forward_backward_all
+from luthier.engine.step import forward_backward_all
 from luthier.losses.preference import document_sums
+from luthier.recipes.each_alone import each_alone
 from luthier.recipes.loop import finish, loop, noted, update
 from luthier.recipes.references import (
-    apart,
     held_out_reference,
     held_out_sums,
     logprobs,
@@ -150,7 +149,7 @@ def take_step(run: Run, batch: StepBatch, objective: Objective) -> dict[str, flo
         return value
 
     if run.state.packing_fault:
-        outputs = _one_by_one(run.state, microbatches, loss)
+        outputs = each_alone(run.state, microbatches, lambda batches: logprobs(run.state, batches, False), loss)
     else:
         outputs = forward_backward_all(run.state, microbatches, loss, share_prefixes=shares_prompts(run))
     with torch.no_grad():
@@ -158,25 +157,6 @@ def take_step(run: Run, batch: StepBatch, objective: Objective) -> dict[str, flo
         for microbatch, output in zip(microbatches, outputs, strict=True):
             told += _rewarded(objective, pairs_of(microbatch, output.logprobs.cpu()))
     return {**update(run, batch, outputs), **_report(totals(run, told.tolist()))}
-
-
-def _one_by_one(
-    state: TrainState, batches: Sequence[Batch], loss: Callable[[torch.Tensor, Batch], torch.Tensor]
-) -> list[ForwardBackward]:
-    """The same for a model that reads one document at a time: a forward pass of all (without dropout), from which the
-    loss says how much each token's log-probability counts, then forward and backward of each document with these."""
-    state.model.eval()
-    found = logprobs(state, batches, False)
-    state.model.train()
-    outputs, pieces = [], []
-    for batch, values in zip(batches, found, strict=True):
-        here = values.detach().cpu().requires_grad_(True)
-        value = loss(here, batch)
-        [slope] = torch.autograd.grad(value, here)
-        outputs.append(ForwardBackward(value.detach().to(state.device), values))
-        pieces += apart(replace(batch, weights=-slope[None].double()))
-    forward_backward_all(state, pieces)
-    return outputs
 
 
 def measure(run: Run, objective: Objective) -> Compared:

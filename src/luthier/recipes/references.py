@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from luthier.adapters.disabled import without_adapters
 from luthier.batch import Batch, Sample
 from luthier.config import AdapterConfig
 from luthier.data.cache import cache_directory
-from luthier.data.loader import Rows, iterate_once, pack
+from luthier.data.loader import Rows, iterate_once
 from luthier.engine import randomness
 from luthier.engine.evaluate import logprobs_of
 from luthier.engine.identity import config_digest, model_digest
@@ -33,14 +33,13 @@ from luthier.engine.network import Network
 from luthier.errors import NonFiniteError
 from luthier.hf.together import tell
 from luthier.losses.preference import document_sums
+from luthier.recipes.each_alone import WIDTH, apart
 from luthier.recipes.run import Run
 from luthier.recipes.setup import inference_network, model_source, require_same_tokens
 from luthier.report.progress import stage
 
 logger = logging.getLogger(__name__)
 
-WIDTH = 2
-"""Answers that a row has at most."""
 _VERSION = 3
 
 
@@ -136,21 +135,6 @@ def logprobs(network: Network, batches: Sequence[Batch], share_prefixes: bool) -
     found = iter(logprobs_of(network, [piece for each in pieces for piece in each]))
     told = [[next(found) for _ in each] for each in pieces]
     return [torch.cat(values)[: batch.tokens] for batch, values in zip(batches, told, strict=True)]
-
-
-def apart(batch: Batch) -> list[Batch]:
-    """The documents of a microbatch of one row, each a microbatch of its own; and so many that only take part that all
-    ranks have equally many."""
-    bounds = list(pairwise(batch.cu_seqlens.tolist()))
-    assert len(bounds) <= WIDTH
-    found = []
-    for number, (start, stop) in enumerate(bounds):
-        tokens, places, targets, weights = (
-            values[:, start:stop] for values in (batch.input_ids, batch.position_ids, batch.targets, batch.weights)
-        )
-        ends = torch.tensor([0, stop - start], dtype=torch.int32)
-        found.append(Batch(tokens, places, targets, weights, ends, batch.origins[number : number + 1]))
-    return found + [pack([]) for _ in range(WIDTH - len(found))]
 
 
 def references(run: Run, rows: Rows, numbers: np.ndarray) -> np.ndarray:

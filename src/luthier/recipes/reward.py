@@ -19,9 +19,10 @@ from luthier.engine.reward import Ranking, Weighing, ranking, scores_of
 from luthier.engine.state import TrainState
 from luthier.engine.step import ForwardBackward, forward_backward_all
 from luthier.hf.classifier import last_place, padding_of
+from luthier.recipes.each_alone import apart, each_alone
 from luthier.recipes.loop import finish, loop, noted, update
 from luthier.recipes.pairs import Compared
-from luthier.recipes.references import apart, totals
+from luthier.recipes.references import totals
 from luthier.recipes.run import Resume, Run, opened
 from luthier.recipes.setup import held_out_batches
 from luthier.report.progress import stage
@@ -55,29 +56,26 @@ def take_step(run: Run, batch: StepBatch) -> dict[str, float]:
 
 
 def one_by_one(state: TrainState, batches: Sequence[Batch], center: float) -> list[ForwardBackward]:
-    """A step's forward and backward for a model that reads one document at a time: a forward pass of all (without
-    dropout), from which the loss says how much each score counts, then forward and backward of each document with that.
+    """A step's forward and backward for a model that reads one document at a time.
 
     Args:
         state: whose gradients grow.
         batches: as of `laid_out`, of one row each.
         center: as of `Ranking`.
     """
-    state.model.eval()
-    found = [_scored(state, batch).cpu() for batch in batches]
-    state.model.train()
-    outputs, pieces = [], []
-    for batch, scores in zip(batches, found, strict=True):
-        places = batch.weights[0] != 0
-        here = scores.requires_grad_(True)
-        value = ranking(here, batch.weights[0, places], batch.inputs["margin"], center)
-        [slopes] = torch.autograd.grad(value, here)
-        numbers, weights = (torch.zeros(batch.tokens, dtype=torch.float64) for _ in range(2))
-        numbers[places], weights[places] = scores.detach().double(), slopes.double()
-        outputs.append(ForwardBackward(value.detach().to(state.device), numbers))
-        pieces += apart(replace(batch, weights=weights[None]))
-    forward_backward_all(state, pieces, Weighing())
-    return outputs
+
+    def placed(asked: Sequence[Batch]) -> list[torch.Tensor]:
+        scores = [_scored(state, batch).cpu() for batch in asked]
+        return [
+            found.new_zeros(batch.tokens).index_put((batch.weights[0] != 0,), found)
+            for batch, found in zip(asked, scores, strict=True)
+        ]
+
+    def loss(found: torch.Tensor, here: Batch) -> torch.Tensor:
+        places = here.weights[0] != 0
+        return ranking(found[places], here.weights[0, places], here.inputs["margin"], center)
+
+    return each_alone(state, batches, placed, loss, Weighing())
 
 
 def _scored(state: TrainState, batch: Batch) -> torch.Tensor:
