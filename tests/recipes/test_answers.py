@@ -160,3 +160,9 @@ def test_a_piece_of_a_row_is_no_question_of_one_token(tmp_path: Path) -> None:
     rows = build_rows(how, "validation", tokenizer)
     assert len(rows) > 1
     assert [question.prompt for question in questions_of(rows, tokenizer)] == ["R"]
+
+
+def test_a_metric_may_be_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def length(prediction, reference):\n    return len(prediction) - len(reference)\n")
+    assert find_metrics([f"{file}:length"])[f"{file}:length"]("abc", "a") == 2.0

@@ -47,7 +47,7 @@ MetricsOption = Annotated[
     typer.Option(
         "--metrics",
         metavar="A,B",
-        help="Of answers to the rows: exact_match, f1, rouge1, rouge2, rougeL, or package.module:function.",
+        help="Of answers to the rows: exact_match, f1, rouge1, rouge2, rougeL, package.module:NAME or FILE.py:NAME.",
     ),
 ]
 BesideOption = Annotated[

@@ -64,7 +64,8 @@ _NAMES: dict[str, Callable[[], Metric]] = {
 
 
 def find_metrics(names: Sequence[str]) -> dict[str, Metric]:
-    """Metrics by name: exact_match, f1, rouge1, rouge2, rougeL, or package.module:function of one's own.
+    """Metrics by name: exact_match, f1, rouge1, rouge2, rougeL, or package.module:function or FILE.py:function of one's
+    own.
 
     A function of one's own takes prediction and reference as texts and gives a number.
 
@@ -79,7 +80,7 @@ def find_metrics(names: Sequence[str]) -> dict[str, Metric]:
             found[name] = _own(name)
         else:
             close = nearest(name, list(_NAMES))
-            known = f"there are {', '.join(_NAMES)}, and package.module:function"
+            known = f"there are {', '.join(_NAMES)}, package.module:function and FILE.py:function"
             raise ConfigError(
                 f"there is no metric {name!r}",
                 where="--metrics",
