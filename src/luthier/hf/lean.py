@@ -11,8 +11,9 @@ modules run instead.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from luthier.errors import ModelError
 from luthier.hf.anatomy import backbone_name
+from luthier.hf.lean_ops import Between, Layer, PlainBetween, Places, attention_by_products, eps_of
 from luthier.hf.slots import Prefix, SlotRows, padded, rounded
 
 
@@ -57,34 +59,19 @@ class ModuleProducts:
         return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """What a layer has beside its linear layers.
-
-    Attributes:
-        before: norm before attention.
-        after: norm before the MLP.
-        queries: norm of each head's queries; None where there is none.
-        keys: of its keys.
-        activation: of the gate.
-        scaling: of the attention's scores.
-    """
-
-    before: nn.Module
-    after: nn.Module
-    queries: nn.Module | None
-    keys: nn.Module | None
-    activation: nn.Module
-    scaling: float
-
-
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 READING = 512
 """Rows of the largest product while texts are read."""
-_FEWER = (64, 128, 256)
+_FEWER = tuple(range(32, READING, 32))
+_FEW_THREADS = 2
+"""Of so many one can do what is between the products while the other waits."""
 _GROUPS = 4
 """Products of a layer: queries, keys and values; output; gate and up; down."""
+
+
+Attend = Callable[[int, Tensor], Tensor]
+"""Number of a layer, its queries, keys and values [n, heads, dim] of tokens -> [n, queries x dim]."""
 
 
 class LeanRows(SlotRows):
@@ -108,7 +95,7 @@ class LeanRows(SlotRows):
         if names != {"embed_tokens", "layers", "norm", "rotary_emb"}:
             raise ModelError("its backbone has other parts", where="sampling")
         self._embed, self._norm, self._rotary = backbone.embed_tokens, backbone.norm, backbone.rotary_emb
-        self._layers: list[_Layer] = []
+        self._layers: list[Layer] = []
         self.groups: list[tuple[nn.Module, ...]] = []
         for layer in backbone.layers:
             self._take(layer)
@@ -119,6 +106,7 @@ class LeanRows(SlotRows):
         self._blocks: tuple[int, ...] = (READING,)
         self._runs: tuple[Any, ...] = ()  # what the views below are of
         self._views: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._can_compile = _can_compile(model, self._layers)
 
     def _take(self, layer: Any) -> None:
         names = {name for name, _ in layer.named_children()}
@@ -138,11 +126,11 @@ class LeanRows(SlotRows):
             (mlp.down_proj,),
         ]
         q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        found = _Layer(
+        found = Layer(
             layer.input_layernorm, layer.post_attention_layernorm, q_norm, k_norm, mlp.act_fn, float(attention.scaling)
         )
         for norm in (found.before, found.after, *(() if q_norm is None else (q_norm, k_norm)), self._norm):
-            if [name for name, _ in norm.named_parameters()] != ["weight"] or _eps(norm) is None:
+            if [name for name, _ in norm.named_parameters()] != ["weight"] or eps_of(norm) is None:
                 raise ModelError("its norms are of another kind", where="sampling")
         self._layers.append(found)
 
@@ -169,16 +157,13 @@ class LeanRows(SlotRows):
     def read(self, tokens: Sequence[int]) -> Prefix:
         return self._read([tokens], len(tokens))[0]
 
-    def read_many(self, texts: Sequence[Sequence[int]]) -> list[Prefix]:
-        """Run the model over whole texts, several at once; none's answer depends on the others. After `settle`."""
-        found: list[Prefix] = []
-        pack: list[Sequence[int]] = []
-        for text in texts:
-            if pack and sum(map(len, pack)) + len(text) > READING:
-                found += self._read(pack, self._filled(sum(map(len, pack))))
-                pack = []
-            pack.append(text)
-        return found + self._read(pack, self._filled(sum(map(len, pack))))
+    def read_together(self, texts: Sequence[Sequence[int]]) -> list[Prefix]:
+        """Run the model over whole texts at once; none's answer depends on the others. After `settle`.
+
+        Args:
+            texts: of `READING` tokens in all, or a single one of more.
+        """
+        return self._read(texts, self._filled(sum(map(len, texts))))
 
     def _filled(self, length: int) -> int:
         """Rows that products of so many rows are filled up to: the last of each `READING` to a size that was tried."""
@@ -195,10 +180,10 @@ class LeanRows(SlotRows):
         found = torch.zeros(size, self._query_heads * self._dim, dtype=self._norm.weight.dtype, device=device)
         grouped = self._query_heads != self._key_heads
 
-        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(number: int, made: Tensor) -> Tensor:
             scale = self._layers[number].scaling
             for part, state in zip(parts, kept, strict=True):
-                q, k, v = (tensor[part].transpose(0, 1)[None] for tensor in (query, key, value))
+                q, k, v = (tensor.transpose(0, 1)[None] for tensor in self._split(made[part]))
                 state[number] = (k, v)
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
                 found[part] = out[0].transpose(0, 1).flatten(1)
@@ -208,14 +193,24 @@ class LeanRows(SlotRows):
         return [Prefix(tuple(text), hidden[part], state) for text, part, state in zip(texts, parts, kept, strict=True)]
 
     def _advance(self, start: int, tokens: Sequence[int], size: int) -> Tensor:
-        device, count, slots = self._model.device, len(tokens), self._slots
+        device, count = self._model.device, len(tokens)
         self._make_room(start + size, 0)
         lengths = self._lengths[start : start + count]
         self._make_room(start + size, max(lengths) + 1)
-        runs = _runs([rounded(length + 1) for length in lengths])
         positions = torch.tensor(lengths, device=device)
+        ids = torch.tensor([*tokens, *[0] * (size - count)], dtype=torch.int64, device=device)
+        self.products.rows(start, size)
+        make = self._compiled_attention if self._compiles() else self._plain_attention
+        hidden = self._run(ids, padded(positions, size), make(start, positions, size))
+        for row in range(start, start + count):
+            self._lengths[row] += 1
+        return hidden[:count]
+
+    def _plain_attention(self, start: int, positions: Tensor, size: int) -> Attend:
+        """Attention of rows from `start` on whose tokens stand at `positions`, of neighbours of one length at a time."""
+        count, slots, device, dtype = len(positions), self._slots, positions.device, self._norm.weight.dtype
+        runs = _runs([rounded(length + 1) for length in self._lengths[start : start + count]])
         longest = max(length for _, _, length in runs)
-        dtype = self._norm.weight.dtype
         unseen = torch.arange(longest, device=device) > positions[:, None]
         mask = torch.zeros(count, longest, dtype=dtype, device=device).masked_fill_(unseen, float("-inf"))
         heads = torch.arange(self._key_heads, device=device)
@@ -233,10 +228,10 @@ class LeanRows(SlotRows):
             self._runs, self._views = key, {}
         rest = [torch.zeros(size - count, self._query_heads * self._dim, dtype=dtype, device=device)][: size - count]
 
-        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            for tensors, new in ((slots.keys, key), (slots.values, value)):
-                arena = slots.arena(tensors, number, new.transpose(0, 1)[None])
-                arena.view(-1, self._dim).index_copy_(0, places, new[:count].reshape(-1, self._dim))
+        def attend(number: int, made: Tensor) -> Tensor:
+            query, *new = self._split(made)
+            for arena, tensor in zip(self._arenas(number, made), new, strict=True):
+                arena.view(-1, self._dim).index_copy_(0, places, tensor[:count].reshape(-1, self._dim))
             if number not in self._views:
                 keys, values = slots.keys[number], slots.values[number]
                 parts = [(slice(start + first, start + end), slice(None), slice(length)) for first, end, length in runs]
@@ -246,7 +241,7 @@ class LeanRows(SlotRows):
                 q = query[first:end]
                 q = q.reshape(len(q), self._key_heads, together, self._dim) if grouped else q[:, :, None]
                 if by_products:
-                    out = _attention_by_products(q, keys, values, part, scale)
+                    out = attention_by_products(q, keys, values, part, scale)
                 else:
                     wide = not grouped and together > 1
                     out = F.scaled_dot_product_attention(q, keys, values, part, scale=scale, enable_gqa=wide)
@@ -254,52 +249,59 @@ class LeanRows(SlotRows):
             found += rest
             return found[0] if len(found) == 1 else torch.cat(found)
 
-        ids = torch.tensor([*tokens, *[0] * (size - count)], dtype=torch.int64, device=device)
-        self.products.rows(start, size)
-        hidden = self._run(ids, padded(positions, size), attend)
-        for row in range(start, start + count):
-            self._lengths[row] += 1
-        return hidden[:count]
+        return attend
 
-    def _run(self, ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
-        """Hidden states [n, hidden] of tokens [n] at positions [n]; `attend(layer, query, key, value)` of [n, heads,
-        dim] gives [n, heads x dim]."""
-        products, dim, half = self._product, self._dim, self._dim // 2
-        rotated, heads = self._query_heads + self._key_heads, self._query_heads
+    def _compiled_attention(self, start: int, positions: Tensor, size: int) -> Attend:
+        """The same in one compiled loop."""
+        from luthier.hf.lean_cpu import Attention
+
+        attention = Attention(start, positions, self._query_heads, size)
+        return lambda number, made: attention(made, *self._arenas(number, made), self._layers[number].scaling)
+
+    def _arenas(self, number: int, made: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [rows, heads, places, dim] of a layer."""
+        slots = self._slots
+        if number not in slots.values:
+            like = made[None, :, : self._key_heads].transpose(1, 2)
+            return slots.arena(slots.keys, number, like), slots.arena(slots.values, number, like)
+        return slots.keys[number], slots.values[number]
+
+    def _split(self, made: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [n, heads, dim]."""
+        query, key, value = made.split((self._query_heads, self._key_heads, self._key_heads), 1)
+        return query, key, value
+
+    def _compiles(self) -> bool:
+        """Whether loops of our own do what is between the products; of several threads PyTorch's use more."""
+        return self._can_compile and torch.get_num_threads() <= _FEW_THREADS
+
+    def _run(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [n, hidden] of tokens [n] at positions [n]."""
+        products = self._product
         x = cast(Tensor, self._embed(ids[None]))[0]
-        cos, sin = (table[0][:, None] for table in self._rotary(x[None], position_ids=positions[None]))
-        signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        cos, sin = (table[0] for table in self._rotary(x[None], position_ids=positions[None]))
+        between = self._between(Places(cos, sin, self._query_heads, self._key_heads))
+        y = between.normed(self._layers[0].before, x)
         for number, layer in enumerate(self._layers):
-            made = products(_GROUPS * number, _normed(layer.before, x)).view(len(x), -1, dim)
-            value = made[:, rotated:]
-            if layer.queries is None:
-                turned = _turned(made[:, :rotated], cos, signed)
-                query, key = turned[:, :heads], turned[:, heads:]
-            else:
-                query = _turned(_normed(layer.queries, made[:, :heads]), cos, signed)
-                key = _turned(_normed(cast(nn.Module, layer.keys), made[:, heads:rotated]), cos, signed)
-            x = products(_GROUPS * number + 1, attend(number, query, key, value)).add_(x)
-            gate, up = products(_GROUPS * number + 2, _normed(layer.after, x)).chunk(2, -1)
-            x = products(_GROUPS * number + 3, layer.activation(gate).mul_(up)).add_(x)
-        return _normed(self._norm, x)
+            made = products(_GROUPS * number, y).view(len(x), -1, self._dim)
+            between.turned(layer, made)
+            x, y = between.added(x, products(_GROUPS * number + 1, attend(number, made)), layer.after)
+            more = products(_GROUPS * number + 3, between.gated(layer, products(_GROUPS * number + 2, y)))
+            last = number + 1 == len(self._layers)
+            x, y = between.added(x, more, self._norm if last else self._layers[number + 1].before)
+        return y
+
+    def _between(self, places: Places) -> Between:
+        if not self._compiles():
+            return PlainBetween(places)
+        from luthier.hf.lean_cpu import CompiledBetween
+
+        return CompiledBetween(places)
 
     def _product(self, group: int, x: Tensor) -> Tensor:
         if len(x) <= READING:
             return self.products(group, x)
         return torch.cat([self.products(group, part) for part in x.split(READING)])
-
-
-def _attention_by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention [rows, heads, queries, dim] over keys [rows, heads, places, dim], softmax in fp32.
-
-    Two batched products: on processors with bf16 instructions and no tiles PyTorch's own attention takes five to ten
-    times as long for a few queries a head. Keys are copied together first; their transpose would be anyway, slowly.
-    """
-    rows, heads = query.shape[:2]
-    flat = query.flatten(0, 1)
-    scores = torch.bmm(flat, keys.contiguous().flatten(0, 1).transpose(1, 2)).unflatten(0, (rows, heads))
-    weights = torch.softmax(scores.float().mul_(scale).add_(mask), -1).to(query.dtype)
-    return torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).unflatten(0, (rows, heads))
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -317,20 +319,12 @@ def _outputs(layer: nn.Module) -> int:
     return int(cast(Tensor, layer.weight).shape[0])
 
 
-def _eps(norm: nn.Module) -> float | None:
-    value = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _normed(norm: Any, x: Tensor) -> Tensor:
-    """weight * round(x / sqrt(mean(x^2) + eps)), computed in fp32 at least, as Llama's norm does."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    inverse = wide.square().mean(-1, keepdim=True).add_(cast(float, _eps(norm))).rsqrt_()
-    return (wide * inverse).to(x.dtype).mul_(norm.weight)
-
-
-def _turned(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
-    """Rotary positions: x * cos + rotate_half(x) * sin, where the first half of `signed` is -sin."""
-    half = x.shape[-1] // 2
-    other = torch.cat((x[..., half:], x[..., :half]), -1).mul_(signed)
-    return (x * cos).add_(other)
+def _can_compile(model: PreTrainedModel, layers: Sequence[Layer]) -> bool:
+    """Whether `lean_cpu` computes what these layers do between their products."""
+    norms = [norm for layer in layers for norm in (layer.before, layer.after, layer.queries, layer.keys) if norm]
+    if model.device.type != "cpu" or any(cast(Tensor, norm.weight).dtype != torch.float32 for norm in norms):
+        return False
+    probe = torch.linspace(-8, 8, 33)
+    if not all(torch.equal(layer.activation(probe), F.silu(probe)) for layer in layers):
+        return False
+    return importlib.util.find_spec("numba") is not None

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from luthier.data.packing import best_fit
 from luthier.errors import ModelError
 from luthier.hf.decoding import rows_of
 from luthier.hf.head import head_logits
-from luthier.hf.lean import LeanRows
+from luthier.hf.lean import READING, LeanRows
 from luthier.hf.limits import limits_of
 from luthier.hf.slots import Prefix, padded
 from luthier.sampling.choose import choose, of_prompt, uniform
@@ -117,11 +118,12 @@ class Lane:
         if together:
             self._settle()
         with self._computing([owner], packed=any(text.request.max_tokens > 1 for text in texts), text=True):
-            if isinstance(self._rows, LeanRows) and together and new:
-                found = self._rows.read_many([prompt for _, prompt in new])
+            if isinstance(self._rows, LeanRows) and together:
+                for pack in best_fit([min(len(prompt), READING) for _, prompt in new], READING):
+                    found = self._rows.read_together([new[number][1] for number in pack])
+                    self._read |= {new[number][0]: prefix for number, prefix in zip(pack, found, strict=True)}
             else:
-                found = [self._rows.read(prompt) for _, prompt in new]
-            self._read |= {key: prefix for (key, _), prefix in zip(new, found, strict=True)}
+                self._read |= {key: self._rows.read(prompt) for key, prompt in new}
             for text in texts:
                 prefix = self._read[text.key]
                 if text.request.prompt_logprobs or text.request.topk_prompt_logprobs:
