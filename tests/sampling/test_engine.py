@@ -366,3 +366,16 @@ def test_greedy_tokens_and_logprobs_are_those_of_plain_transformers(kind: str, t
         assert result.prompt_logprobs[0] is None
         given = torch.tensor([*result.prompt_logprobs[1:], *result.logprobs])
         torch.testing.assert_close(given, own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_of_several_threads_pytorchs_operations_give_the_same(kind: str, tmp_path: Path) -> None:
+    directory = strong(kind, tmp_path / kind)
+    model, plain = load_model(resolve(str(directory)), dtype="fp32"), plain_model(directory)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        results = SamplingEngine(model, slots=4).sample([greedy(prompt) for prompt in RAGGED])
+    finally:
+        torch.set_num_threads(threads)
+    assert [result.tokens for result in results] == [expected_greedy(plain, prompt) for prompt in RAGGED]

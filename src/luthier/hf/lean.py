@@ -11,10 +11,8 @@ modules run instead.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -24,7 +22,7 @@ from transformers import PreTrainedModel
 
 from luthier.errors import ModelError
 from luthier.hf.anatomy import backbone_name
-from luthier.hf.lean_ops import Between, Layer, PlainBetween, Places, attention_by_products, eps_of
+from luthier.hf.lean_ops import Between, Layer, Places, PlainBetween, attention_by_products, eps_of
 from luthier.hf.slots import Prefix, SlotRows, padded, rounded
 
 
@@ -207,7 +205,7 @@ class LeanRows(SlotRows):
         return hidden[:count]
 
     def _plain_attention(self, start: int, positions: Tensor, size: int) -> Attend:
-        """Attention of rows from `start` on whose tokens stand at `positions`, of neighbours of one length at a time."""
+        """Attention of rows from `start` on, their tokens at `positions`, of neighbours of one length at a time."""
         count, slots, device, dtype = len(positions), self._slots, positions.device, self._norm.weight.dtype
         runs = _runs([rounded(length + 1) for length in self._lengths[start : start + count]])
         longest = max(length for _, _, length in runs)
@@ -325,6 +323,4 @@ def _can_compile(model: PreTrainedModel, layers: Sequence[Layer]) -> bool:
     if model.device.type != "cpu" or any(cast(Tensor, norm.weight).dtype != torch.float32 for norm in norms):
         return False
     probe = torch.linspace(-8, 8, 33)
-    if not all(torch.equal(layer.activation(probe), F.silu(probe)) for layer in layers):
-        return False
-    return importlib.util.find_spec("numba") is not None
+    return all(torch.equal(layer.activation(probe), F.silu(probe)) for layer in layers)

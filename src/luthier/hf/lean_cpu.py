@@ -1,8 +1,8 @@
 """What a lean step does between its matrix products, as compiled loops: fp32 on the CPU.
 
 PyTorch takes some twenty operations a layer for it, each over memory of its own, and its attention is made for many
-queries at a time: for the few that a growing text has, its time goes into calls. Here a layer is four loops. Each row is
-worked on by itself, so that what it gets does not depend on the others, to the bit.
+queries at a time: for the few that a growing text has, its time goes into calls. Here a layer is four loops. Each row
+is worked on by itself, so that what it gets does not depend on the others, to the bit.
 
 Numba compiles the loops when they are first used, in some seconds, and keeps them beside this file or in its own folder
 for the next process.
@@ -11,11 +11,15 @@ for the next process.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
 import torch
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -24,23 +28,55 @@ from luthier.hf.lean_ops import Layer, Places, eps_of
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 
-# sums in another order, so that they can be vectors; NaN and infinity stay what they are
-_SUMS = {"reassoc", "contract", "nsz", "arcp"}
-_compiled = njit(fastmath=_SUMS, nogil=True, error_model="numpy", cache=True)
-_within = njit(fastmath=_SUMS, nogil=True, error_model="numpy", cache=True, inline="always")
+_NEAR_ENOUGH = {"reassoc", "contract", "nsz", "arcp"}
+"""Sums may be taken in another order, so that they become vectors; NaN and infinity stay what they are."""
+_LINE = 16
+"""Numbers of a line of the caches."""
 
 
-@njit(fastmath=True, nogil=True, error_model="numpy", cache=True)
-def _largest(x: Floats, count: int) -> Any:
+def _compiled(loops: Callable[..., Any], fastmath: set[str] = _NEAR_ENOUGH, inline: str = "never") -> Any:
+    """A function that Numba compiles when it is first called, and keeps for the next process where it may write."""
+    settings: dict[str, Any] = {"fastmath": fastmath, "nogil": True, "error_model": "numpy", "inline": inline}
+    try:
+        return njit(cache=True, **settings)(loops)
+    except RuntimeError:  # neither beside this file nor in the user's own folder
+        return njit(**settings)(loops)
+
+
+def _hint_as(typing: Any, array: Any, row: Any, column: Any) -> Any:
+    """Tell the processor that the line of memory where array[row, column] lies will be read soon."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind, byte, word = signature.args[0], ir.IntType(8).as_pointer(), ir.IntType(32)
+        made = context.make_array(kind)(context, builder, arguments[0])
+        place = cgutils.get_item_pointer(context, builder, kind, made, arguments[1:], wraparound=False)
+        form = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        call = cgutils.get_or_insert_function(builder.module, form, "llvm.prefetch.p0")
+        # to be read; into the second cache, the first is too small; data
+        builder.call(call, [builder.bitcast(place, byte), word(0), word(2), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp), generate
+
+
+_hint: Any = intrinsic(_hint_as)
+
+
+def _largest_of(x: Floats, count: int) -> Any:
     """The largest of the first numbers; NaN may be passed over, and shows in what is subtracted from."""
-    found = x[0]
-    for i in range(count):
-        found = max(found, x[i])
-    return found
+    a, b, c, d = x[0], x[0], x[0], x[0]
+    whole = count - count % 4
+    for i in range(0, whole, 4):
+        a, b, c, d = max(a, x[i]), max(b, x[i + 1]), max(c, x[i + 2]), max(d, x[i + 3])
+    for i in range(whole, count):
+        a = max(a, x[i])
+    return max(max(a, b), max(c, d))
 
 
-@_within
-def _exponentials(x: Floats, count: int, powers: Floats, bits: Ints) -> None:
+_largest = _compiled(_largest_of, {"nnan"})
+
+
+def _exponentials_of(x: Floats, count: int, powers: Floats, bits: Ints) -> None:
     """x <- exp(x), to an ulp or two, for x in [-87, 88], where what is outside counts as the nearest.
 
     2^n e^f with |f| <= ln 2 / 2, a polynomial of degree 7 (Cephes' expf), and 2^n made from its bits.
@@ -70,48 +106,45 @@ def _exponentials(x: Floats, count: int, powers: Floats, bits: Ints) -> None:
         x[i] *= powers[i]
 
 
-@_compiled
-def added_and_normed(x: Floats, more: Floats, weight: Floats, eps: float, normed: Floats) -> None:
-    """x <- x + more; normed <- weight * x / sqrt(mean(x^2) + eps). All [n, hidden] and contiguous, weight [hidden]."""
-    width = x.shape[1]
-    for row in range(x.shape[0]):
-        a, b, y = x[row], more[row], normed[row]
-        squares = np.float32(0)
-        for i in range(width):
-            a[i] += b[i]
-            squares += a[i] * a[i]
-        inverse = np.float32(1) / np.float32(math.sqrt(squares / np.float32(width) + np.float32(eps)))
-        for i in range(width):
-            y[i] = a[i] * inverse * weight[i]
+_exponentials = _compiled(_exponentials_of, inline="always")
+
+
+def _row_normed_of(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
+    width = len(x)
+    squares = np.float32(0)
+    for i in range(width):
+        squares += x[i] * x[i]
+    inverse = np.float32(1) / np.float32(math.sqrt(squares / np.float32(width) + np.float32(eps)))
+    for i in range(width):
+        out[i] = x[i] * inverse * weight[i]
+
+
+_row_normed = _compiled(_row_normed_of, inline="always")
 
 
 @_compiled
 def normed(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
-    """The same without a sum."""
-    width = x.shape[1]
+    """out <- weight * x / sqrt(mean(x^2) + eps), x [n, hidden], weight [hidden] (RMSNorm, arXiv:1910.07467)."""
     for row in range(x.shape[0]):
-        a, y = x[row], out[row]
-        squares = np.float32(0)
-        for i in range(width):
-            squares += a[i] * a[i]
-        inverse = np.float32(1) / np.float32(math.sqrt(squares / np.float32(width) + np.float32(eps)))
-        for i in range(width):
-            y[i] = a[i] * inverse * weight[i]
+        _row_normed(x[row], weight, eps, out[row])
+
+
+@_compiled
+def added_and_normed(x: Floats, more: Floats, weight: Floats, eps: float, out: Floats) -> None:
+    """x <- x + more, all [n, hidden]; out <- its norm."""
+    for row in range(x.shape[0]):
+        a, b = x[row], more[row]
+        for i in range(len(a)):
+            a[i] += b[i]
+        _row_normed(a, weight, eps, out[row])
 
 
 @_compiled
 def heads_normed(x: Floats, first: int, end: int, weight: Floats, eps: float) -> None:
-    """The same norm of each of some heads of x [n, heads, dim], in place."""
-    width = x.shape[2]
+    """The norm of each of some heads of x [n, heads, dim], in place."""
     for row in range(x.shape[0]):
         for head in range(first, end):
-            a = x[row, head]
-            squares = np.float32(0)
-            for i in range(width):
-                squares += a[i] * a[i]
-            inverse = np.float32(1) / np.float32(math.sqrt(squares / np.float32(width) + np.float32(eps)))
-            for i in range(width):
-                a[i] = a[i] * inverse * weight[i]
+            _row_normed(x[row, head], weight, eps, x[row, head])
 
 
 @_compiled
@@ -179,45 +212,62 @@ def attended(
             for i in range(dim):
                 k[place, i] = made[row, queries + head, i]
                 v[place, i] = made[row, queries + key_heads + head, i]
+            # a text's keys and values come from main memory: each is asked for while the one before is worked on
+            following = k
+            if head + 1 < key_heads:
+                following = keys[start + row, head + 1]
+            elif row + 1 < len(positions):
+                following = keys[start + row + 1, 0]
             first = head * together
-            number = 0
-            while number < together:
-                if number + 1 < together:
-                    q0, q1 = made[row, first + number], made[row, first + number + 1]
-                    s0, s1 = scores[number], scores[number + 1]
-                    for place in range(length):
-                        a, b = np.float32(0), np.float32(0)
-                        for i in range(dim):
-                            a += q0[i] * k[place, i]
-                            b += q1[i] * k[place, i]
-                        s0[place], s1[place] = a * np.float32(scale), b * np.float32(scale)
-                    number += 2
-                else:
-                    q0, s0 = made[row, first + number], scores[number]
-                    for place in range(length):
-                        a = np.float32(0)
-                        for i in range(dim):
-                            a += q0[i] * k[place, i]
-                        s0[place] = a * np.float32(scale)
-                    number += 1
+            for number in range(0, together - 1, 2):  # two queries at once read a key once
+                q0, q1 = made[row, first + number], made[row, first + number + 1]
+                s0, s1 = scores[number], scores[number + 1]
+                for key in range(length):
+                    if number == 0:
+                        for i in range(0, dim, _LINE):
+                            _hint(v, key, i)
+                    a, b = np.float32(0), np.float32(0)
+                    for i in range(dim):
+                        a += q0[i] * k[key, i]
+                        b += q1[i] * k[key, i]
+                    s0[key], s1[key] = a * np.float32(scale), b * np.float32(scale)
+            if together % 2:
+                q0, s0 = made[row, first + together - 1], scores[together - 1]
+                for key in range(length):
+                    if together == 1:
+                        for i in range(0, dim, _LINE):
+                            _hint(v, key, i)
+                    a = np.float32(0)
+                    for i in range(dim):
+                        a += q0[i] * k[key, i]
+                    s0[key] = a * np.float32(scale)
             for number in range(together):
                 s = scores[number]
                 largest = _largest(s, length)
-                for place in range(length):
-                    s[place] -= largest
+                for key in range(length):
+                    s[key] -= largest
                 _exponentials(s, length, powers, bits)
                 total = np.float32(0)
-                for place in range(length):
-                    total += s[place]
+                for key in range(length):
+                    total += s[key]
                 inverse = np.float32(1) / total
-                for place in range(length):
-                    s[place] *= inverse
+                for key in range(length):
+                    s[key] *= inverse
                 o = out[row, (first + number) * dim : (first + number + 1) * dim]
                 for i in range(dim):
                     o[i] = 0
-                for place in range(length):
+                whole = length - length % 4
+                for key in range(0, whole, 4):
+                    if number == 0:
+                        for near in range(key, key + 4):
+                            for i in range(0, dim, _LINE):
+                                _hint(following, near, i)
+                    s0, s1, s2, s3 = s[key], s[key + 1], s[key + 2], s[key + 3]
                     for i in range(dim):
-                        o[i] += s[place] * v[place, i]
+                        o[i] += s0 * v[key, i] + s1 * v[key + 1, i] + s2 * v[key + 2, i] + s3 * v[key + 3, i]
+                for key in range(whole, length):
+                    for i in range(dim):
+                        o[i] += s[key] * v[key, i]
 
 
 class CompiledBetween:

@@ -91,12 +91,10 @@ class PlainBetween:
         return x, self.normed(norm, x)
 
     def turned(self, layer: Layer, made: Tensor) -> None:
-        if layer.queries is None:
-            parts = [(None, made[:, : self._rotated])]
-        else:
-            parts = [(layer.queries, made[:, : self._queries]), (layer.keys, made[:, self._queries : self._rotated])]
-        for norm, part in parts:
-            part.copy_(self._rotary(part if norm is None else self.normed(norm, part)))
+        if layer.queries is not None and layer.keys is not None:
+            for norm, first, end in ((layer.queries, 0, self._queries), (layer.keys, self._queries, self._rotated)):
+                made[:, first:end] = self.normed(norm, made[:, first:end])
+        made[:, : self._rotated] = self._rotary(made[:, : self._rotated])
 
     def gated(self, layer: Layer, both: Tensor) -> Tensor:
         gate, up = both.chunk(2, -1)
