@@ -275,13 +275,13 @@ class LeanRows(SlotRows):
 
     def _run(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [n, hidden] of tokens [n] at positions [n]."""
-        products = self._product
+        products, count = self._product, len(ids)
         x = cast(Tensor, self._embed(ids[None]))[0]
         cos, sin = (table[0] for table in self._rotary(x[None], position_ids=positions[None]))
         between = self._between(Places(cos, sin, self._query_heads, self._key_heads))
         y = between.normed(self._layers[0].before, x)
         for number, layer in enumerate(self._layers):
-            made = products(_GROUPS * number, y).view(len(x), -1, self._dim)
+            made = products(_GROUPS * number, y).view(count, -1, self._dim)
             between.turned(layer, made)
             x, y = between.added(x, products(_GROUPS * number + 1, attend(number, made)), layer.after)
             more = products(_GROUPS * number + 3, between.gated(layer, products(_GROUPS * number + 2, y)))
@@ -297,7 +297,7 @@ class LeanRows(SlotRows):
         return CompiledBetween(places)
 
     def _product(self, group: int, x: Tensor) -> Tensor:
-        if len(x) <= READING:
+        if x.shape[0] <= READING:
             return self.products(group, x)
         return torch.cat([self.products(group, part) for part in x.split(READING)])
 

@@ -11,8 +11,8 @@ for the next process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -271,32 +271,34 @@ def attended(
 
 
 class CompiledBetween:
-    """`lean_ops.Between` by the loops above.
+    """`lean_ops.Between` by the loops above. What one call gives lies where the next of its kind will write.
 
     Args:
         places: of the step's tokens.
     """
 
     def __init__(self, places: Places) -> None:
-        self._cos, self._sin = _array(places.cos.contiguous()), _array(places.sin.contiguous())
+        self._cos, self._sin = places.cos.contiguous().numpy(), places.sin.contiguous().numpy()
         self._queries, self._rotated = places.queries, places.queries + places.keys
+        self._after_norm: _Buffer | None = None
+        self._after_gate: _Buffer | None = None
         self._room = _Room(0)
 
     def normed(self, norm: nn.Module, x: Tensor) -> Tensor:
         """x [n, hidden] after a norm."""
-        found = torch.empty_like(x)
-        normed(_array(x), *_norm(norm), _array(found))
-        return found
+        found = self._after_norm = self._after_norm or _Buffer(x.shape)
+        normed(x.numpy(), *_norm(norm), found.array)
+        return found.tensor
 
     def added(self, x: Tensor, more: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """x + more [n, hidden], in the memory of x, and that after a norm."""
-        found = torch.empty_like(x)
-        added_and_normed(_array(x), _array(more), *_norm(norm), _array(found))
-        return x, found
+        found = self._after_norm = self._after_norm or _Buffer(x.shape)
+        added_and_normed(x.numpy(), more.numpy(), *_norm(norm), found.array)
+        return x, found.tensor
 
     def turned(self, layer: Layer, made: Tensor) -> None:
         """Norms and rotary positions of the queries and keys in made [n, queries + keys + values, dim], in place."""
-        array = _array(made)
+        array = made.numpy()
         if layer.queries is not None and layer.keys is not None:
             heads_normed(array, 0, self._queries, *_norm(layer.queries))
             heads_normed(array, self._queries, self._rotated, *_norm(layer.keys))
@@ -304,12 +306,12 @@ class CompiledBetween:
 
     def gated(self, layer: Layer, both: Tensor) -> Tensor:
         """silu(gate) * up [n, inner] of gate and up side by side [n, 2 inner]."""
-        inner = both.shape[1] // 2
-        if len(self._room.powers) < inner:
-            self._room = _Room(inner)
-        found = both.new_empty(len(both), inner)
-        gated(_array(both), _array(found), self._room.powers, self._room.bits)
-        return found
+        if self._after_gate is None:
+            rows, width = both.shape
+            self._after_gate, self._room = _Buffer((rows, width // 2)), _Room(width // 2)
+        found = self._after_gate
+        gated(both.numpy(), found.array, self._room.powers, self._room.bits)
+        return found.tensor
 
 
 class Attention:
@@ -325,18 +327,31 @@ class Attention:
     def __init__(self, start: int, positions: Tensor, queries: int, size: int) -> None:
         self._start, self._positions, self._size = start, positions.numpy(), size
         self._queries = queries
-        self._found: Tensor | None = None
+        self._found: _Buffer | None = None
         longest = int(positions.max()) + 1
         self._scores, self._room = np.empty((queries, longest), np.float32), _Room(longest)
 
     def __call__(self, made: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """made [size, queries + keys + values, dim] -> [size, queries x dim]; arenas [rows, key heads, places, dim]."""
-        if self._found is None:  # in the memory of the layer before
-            self._found = made.new_zeros(self._size, self._queries * made.shape[2])
-        arrays = (_array(tensor) for tensor in (made, keys, values))
-        rest = (_array(self._found), self._scores, self._room.powers, self._room.bits)
+        """made [size, queries + keys + values, dim] -> [size, queries x dim], where the next layer's will be; arenas
+        [rows, key heads, places, dim]."""
+        if self._found is None:
+            self._found = _Buffer((self._size, self._queries * made.shape[2]))
+        arrays = made.numpy(), keys.numpy(), values.numpy()
+        rest = self._found.array, self._scores, self._room.powers, self._room.bits
         attended(*arrays, self._start, self._positions, scale, *rest)
-        return self._found
+        return self._found.tensor
+
+
+class _Buffer:
+    """Zeros that both libraries see.
+
+    Args:
+        shape: of them.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.tensor = torch.zeros(*shape)
+        self.array: Floats = self.tensor.numpy()
 
 
 class _Room:
@@ -351,9 +366,7 @@ class _Room:
         self.bits: Ints = self.powers.view(np.int32)
 
 
-def _array(tensor: Tensor) -> Floats:
-    return cast(Floats, tensor.detach().numpy())
-
-
 def _norm(norm: nn.Module) -> tuple[Floats, float]:
-    return _array(cast(Tensor, norm.weight)), cast(float, eps_of(norm))
+    weight, eps = norm._parameters["weight"], eps_of(norm)
+    assert weight is not None and eps is not None
+    return weight.detach().numpy(), eps

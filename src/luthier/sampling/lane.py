@@ -54,6 +54,7 @@ class Lane:
         self.active: list[Text] = []
         self._model = model
         self._modules = list(model.modules())
+        self._parameters = [module._parameters for module in self._modules if module._parameters]
         self._slots = slots
         self._rows = rows_of(model)
         self._joined, self._packed = None, None
@@ -192,7 +193,7 @@ class Lane:
 
     def forget_old_weights(self) -> None:
         """Prompts that other weights have read are read again, and what was copied of weights is copied again."""
-        parameters = [one for module in self._modules for one in module._parameters.values() if one is not None]
+        parameters = [one for held in self._parameters for one in held.values() if one is not None]
         stamp = stamp_of(*parameters)
         if stamp != self._stamp:
             self._read.clear()
