@@ -368,5 +368,6 @@ class _Room:
 
 def _norm(norm: nn.Module) -> tuple[Floats, float]:
     weight, eps = norm._parameters["weight"], eps_of(norm)
-    assert weight is not None and eps is not None
+    assert weight is not None
+    assert eps is not None
     return weight.detach().numpy(), eps
