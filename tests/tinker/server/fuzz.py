@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import logging
 import random
 import struct
 import tempfile
@@ -381,6 +382,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     futures.HOLD_SECONDS, line.GAP_SECONDS = 1.0, 0.0
+    logging.getLogger("luthier").setLevel(logging.ERROR)  # of 20,000 requests most are refused
     with tempfile.TemporaryDirectory() as directory, house_in(Path(directory)) as house:
         codes = fuzz(house, given.seed, given.requests)
         print(f"{given.requests} requests, seed {given.seed}: {dict(sorted(codes.items()))}")
