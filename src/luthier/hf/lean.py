@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from luthier.errors import ModelError
 from luthier.hf.anatomy import backbone_name
-from luthier.hf.lean_ops import Between, Layer, Places, PlainBetween, attention_by_products, eps_of
+from luthier.hf.lean_ops import FEW_THREADS, Between, Layer, Places, PlainBetween, attention_by_products, eps_of
 from luthier.hf.slots import Prefix, SlotRows, padded, rounded
 
 
@@ -62,8 +62,6 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 READING = 512
 """Rows of the largest product while texts are read."""
 _FEWER = tuple(range(32, READING, 32))
-_FEW_THREADS = 2
-"""Of so many one can do what is between the products while the other waits."""
 _GROUPS = 4
 """Products of a layer: queries, keys and values; output; gate and up; down."""
 
@@ -271,7 +269,7 @@ class LeanRows(SlotRows):
 
     def _compiles(self) -> bool:
         """Whether loops of our own do what is between the products; of several threads PyTorch's use more."""
-        return self._can_compile and torch.get_num_threads() <= _FEW_THREADS
+        return self._can_compile and torch.get_num_threads() <= FEW_THREADS
 
     def _run(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [n, hidden] of tokens [n] at positions [n]."""

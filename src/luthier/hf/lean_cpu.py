@@ -11,49 +11,34 @@ for the next process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from luthier.hf.compiled import ahead, compiled, shared
 from luthier.hf.lean_ops import Layer, Places, eps_of
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 
-_NEAR_ENOUGH = {"reassoc", "contract", "nsz", "arcp"}
-"""Sums may be taken in another order, so that they become vectors; NaN and infinity stay what they are."""
 _LINE = 16
 """Numbers of a line of the caches."""
 
 
-def _compiled(loops: Callable[..., Any], fastmath: set[str] = _NEAR_ENOUGH, inline: str = "never") -> Any:
-    """A function that Numba compiles when it is first called, and keeps for the next process where it may write."""
-    settings: dict[str, Any] = {"fastmath": fastmath, "nogil": True, "error_model": "numpy", "inline": inline}
-    try:
-        return njit(cache=True, **settings)(loops)
-    except RuntimeError:  # neither beside this file nor in the user's own folder
-        return njit(**settings)(loops)
-
-
 def _hint_as(typing: Any, array: Any, row: Any, column: Any) -> Any:
-    """Tell the processor that the line of memory where array[row, column] lies will be read soon."""
+    """Say that the line where array[row, column] lies will be read soon."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind, byte, word = signature.args[0], ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = signature.args[0]
         made = context.make_array(kind)(context, builder, arguments[0])
-        place = cgutils.get_item_pointer(context, builder, kind, made, arguments[1:], wraparound=False)
-        form = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        call = cgutils.get_or_insert_function(builder.module, form, "llvm.prefetch.p0")
-        # to be read; into the second cache, the first is too small; data
-        builder.call(call, [builder.bitcast(place, byte), word(0), word(2), word(1)])
+        ahead(builder, cgutils.get_item_pointer(context, builder, kind, made, arguments[1:], wraparound=False))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp), generate
@@ -73,7 +58,7 @@ def _largest_of(x: Floats, count: int) -> Any:
     return max(max(a, b), max(c, d))
 
 
-_largest = _compiled(_largest_of, {"nnan"})
+_largest = compiled(_largest_of, {"nnan"})
 
 
 def _exponentials_of(x: Floats, count: int, powers: Floats, bits: Ints) -> None:
@@ -106,7 +91,7 @@ def _exponentials_of(x: Floats, count: int, powers: Floats, bits: Ints) -> None:
         x[i] *= powers[i]
 
 
-_exponentials = _compiled(_exponentials_of, inline="always")
+_exponentials = compiled(_exponentials_of, inline="always")
 
 
 def _row_normed_of(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
@@ -119,17 +104,17 @@ def _row_normed_of(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
         out[i] = x[i] * inverse * weight[i]
 
 
-_row_normed = _compiled(_row_normed_of, inline="always")
+_row_normed = compiled(_row_normed_of, inline="always")
 
 
-@_compiled
+@compiled
 def normed(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
     """out <- weight * x / sqrt(mean(x^2) + eps), x [n, hidden], weight [hidden] (RMSNorm, arXiv:1910.07467)."""
     for row in range(x.shape[0]):
         _row_normed(x[row], weight, eps, out[row])
 
 
-@_compiled
+@compiled
 def added_and_normed(x: Floats, more: Floats, weight: Floats, eps: float, out: Floats) -> None:
     """x <- x + more, all [n, hidden]; out <- its norm."""
     for row in range(x.shape[0]):
@@ -139,7 +124,7 @@ def added_and_normed(x: Floats, more: Floats, weight: Floats, eps: float, out: F
         _row_normed(a, weight, eps, out[row])
 
 
-@_compiled
+@compiled
 def heads_normed(x: Floats, first: int, end: int, weight: Floats, eps: float) -> None:
     """The norm of each of some heads of x [n, heads, dim], in place."""
     for row in range(x.shape[0]):
@@ -147,7 +132,7 @@ def heads_normed(x: Floats, first: int, end: int, weight: Floats, eps: float) ->
             _row_normed(x[row, head], weight, eps, x[row, head])
 
 
-@_compiled
+@compiled
 def heads_turned(x: Floats, heads: int, cos: Floats, sin: Floats) -> None:
     """Rotary positions of the first heads of x [n, heads, dim], in place: x cos + rotate_half(x) sin, cos [n, dim]."""
     half = x.shape[2] // 2
@@ -161,7 +146,7 @@ def heads_turned(x: Floats, heads: int, cos: Floats, sin: Floats) -> None:
                 a[half + i] = right * c[half + i] + left * s[half + i]
 
 
-@_compiled
+@compiled
 def gated(both: Floats, out: Floats, powers: Floats, bits: Ints) -> None:
     """out [n, inner] <- silu(gate) * up, gate and up side by side in both [n, 2 inner]; room for `inner` numbers."""
     inner = out.shape[1]
@@ -174,7 +159,7 @@ def gated(both: Floats, out: Floats, powers: Floats, bits: Ints) -> None:
             y[i] = gate[i] / (np.float32(1) + y[i]) * up[i]
 
 
-@_compiled
+@compiled
 def attended(
     made: Floats,
     keys: Floats,
@@ -328,17 +313,21 @@ class Attention:
         self._start, self._positions, self._size = start, positions.numpy(), size
         self._queries = queries
         self._found: _Buffer | None = None
-        longest = int(positions.max()) + 1
-        self._scores, self._room = np.empty((queries, longest), np.float32), _Room(longest)
+        self._longest = int(positions.max()) + 1
 
     def __call__(self, made: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """made [size, queries + keys + values, dim] -> [size, queries x dim], where the next layer's will be; arenas
         [rows, key heads, places, dim]."""
         if self._found is None:
             self._found = _Buffer((self._size, self._queries * made.shape[2]))
-        arrays = made.numpy(), keys.numpy(), values.numpy()
-        rest = self._found.array, self._scores, self._room.powers, self._room.bits
-        attended(*arrays, self._start, self._positions, scale, *rest)
+        found, arenas, array = self._found.array, (keys.numpy(), values.numpy()), made.numpy()
+
+        def some(first: int, end: int) -> None:
+            scores, room = np.empty((self._queries, self._longest), np.float32), _Room(self._longest)
+            rows = array[first:end], *arenas, self._start + first, self._positions[first:end]
+            attended(*rows, scale, found[first:end], scores, room.powers, room.bits)
+
+        shared(len(self._positions), some)
         return self._found.tensor
 
 

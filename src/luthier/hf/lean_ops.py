@@ -8,6 +8,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+FEW_THREADS = 2
+"""Up to so many do more in compiled loops than PyTorch's own, which are sooner at work together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:

@@ -1,9 +1,10 @@
-"""A second copy of a model's matrices, as oneDNN reads them fastest, for as long as texts grow.
+"""A second copy of a model's matrices, laid out as they are read fastest, for as long as texts grow.
 
 The step of a small batch reads every weight for a few rows each. In fp32 the library that torch calls by default does
-that at half the speed of oneDNN on a matrix laid out for it, and in another order for each number of rows; in bf16
-each call lays the matrix out again. A copy is made when texts begin to grow and given up when none does; a weight that
-has changed in between (its storage, or the count that every operation in place adds to) is copied again.
+that at half the speed of a matrix laid out for it (`hf/panels.py`; oneDNN's layout where many threads share the work),
+and in another order for each number of rows; in bf16 each call lays the matrix out again. A copy is made when texts
+begin to grow and given up when none does; a weight that has changed in between (its storage, or the count that every
+operation in place adds to) is copied again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from luthier.adapters.dora import layer_factor, rescaled
 from luthier.adapters.layer import AdapterMatrix, LoraLayer
 from luthier.errors import first_line
+from luthier.hf.lean_ops import FEW_THREADS
 
 _log = logging.getLogger(__name__)
 
@@ -32,17 +34,40 @@ _PLAIN = (nn.Parameter, Tensor)
 Forward = Callable[[Tensor], Tensor]
 
 
-@dataclass(slots=True, weakref_slot=True)
-class Copy:
-    """Weights laid out anew as one matrix; it keeps the weights, so that no others can come to have their address."""
-
-    weights: tuple[Tensor, ...]
-    stamp: tuple[tuple[int, int], ...]
-    tensor: Tensor
+class Matrix(Protocol):
+    """Weights laid out anew as one matrix."""
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., inputs] -> [..., outputs], those of one weight after those of another."""
-        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, self.tensor, bias, "none", [], ""))
+        ...
+
+
+class _OfOneDnn:
+    """As oneDNN reads it fastest.
+
+    Args:
+        weights: [outputs, inputs] each.
+    """
+
+    def __init__(self, *weights: Tensor) -> None:
+        whole = weights[0].detach() if len(weights) == 1 else torch.cat(weights)
+        self._tensor = cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS))
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, self._tensor, bias, "none", [], ""))
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Copy:
+    """A copy of weights; it keeps them, so that no others can come to have their address."""
+
+    weights: tuple[Tensor, ...]
+    stamp: tuple[tuple[int, int], ...]
+    matrix: Matrix
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., inputs] -> [..., outputs], those of one weight after those of another."""
+        return self.matrix.product(x, bias)
 
 
 class Copies:
@@ -66,10 +91,14 @@ def stamp_of(*tensors: Tensor) -> tuple[tuple[int, int], ...]:
 
 
 @torch.no_grad()
-def laid_out(*weights: Tensor) -> Tensor:
-    """Weights [outputs, inputs] as one matrix in oneDNN's layout."""
-    whole = weights[0].detach() if len(weights) == 1 else torch.cat(weights)
-    return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS))
+def laid_out(*weights: Tensor) -> Matrix:
+    """Weights [outputs, inputs] as one matrix."""
+    if weights[0].dtype == torch.float32 and torch.get_num_threads() <= FEW_THREADS:
+        from luthier.hf.panels import Panels, suits  # Numba, which takes half a second to import
+
+        if suits(weights[0]):
+            return Panels(*weights)
+    return _OfOneDnn(*weights)
 
 
 class PackedLinears:

@@ -1,0 +1,62 @@
+"""Loops that Numba compiles for the processor at hand, and the threads that share them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils
+
+_NEAR_ENOUGH = {"reassoc", "contract", "nsz", "arcp"}
+"""Sums may be taken in another order, so that they become vectors; NaN and infinity stay what they are."""
+
+
+def compiled(loops: Callable[..., Any], fastmath: set[str] = _NEAR_ENOUGH, inline: str = "never") -> Any:
+    """A function that Numba compiles when it is first called, and keeps for the next process where it may write."""
+    settings: dict[str, Any] = {"fastmath": fastmath, "nogil": True, "error_model": "numpy", "inline": inline}
+    try:
+        return njit(cache=True, **settings)(loops)
+    except RuntimeError:  # neither beside this file nor in the user's own folder
+        return njit(**settings)(loops)
+
+
+def shared(count: int, work: Callable[[int, int], Any]) -> None:
+    """Do `work(first, end)` for all of 0 to `count`, by as many threads as PyTorch has, each an even part.
+
+    Args:
+        count: of whatever can be done apart.
+        work: compiled, so that it lets go of Python's lock.
+    """
+    threads = min(torch.get_num_threads(), count)
+    if threads <= 1:
+        work(0, count)
+        return
+    bounds = [count * thread // threads for thread in range(threads + 1)]
+    others = [_crew().submit(work, first, end) for first, end in itertools.pairwise(bounds[1:])]
+    work(0, bounds[1])
+    for other in others:
+        other.result()
+
+
+@functools.cache
+def _crew() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="luthier-loops")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_crew.cache_clear)  # threads do not come along
+
+
+def ahead(builder: Any, place: Any) -> None:
+    """Emit that the line of memory at a place will be read soon: bring it into the second cache, the first is small."""
+    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+    form = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    call = cgutils.get_or_insert_function(builder.module, form, "llvm.prefetch.p0")
+    builder.call(call, [builder.bitcast(place, byte), word(0), word(2), word(1)])  # to be read; second cache; data
