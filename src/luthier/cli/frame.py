@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from luthier.errors import UserError
-from luthier.launch import Outcome, request
+from luthier.launch import Outcome, keep_modules, request
 
 if TYPE_CHECKING:
     from luthier.config import ParallelConfig, RunConfig
@@ -231,5 +231,5 @@ def importing() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
+        keep_modules()
         gc.enable()
