@@ -127,8 +127,9 @@ def launched(
     asked = request(os.environ, nproc=nproc, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, max_restarts=max_restarts)
     if asked is None:
         return None
-    from luthier.launch.agent import start
-    from luthier.parallel.layout import Layout
+    with importing():
+        from luthier.launch.agent import start
+        from luthier.parallel.layout import Layout
 
     fits = functools.partial(Layout.resolve, parallel) if parallel is not None else None
     return start(asked, context.find_root().obj, logs, fits=fits)
