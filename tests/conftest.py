@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from luthier.launch import keep_modules
 from tests.world import World, worlds
 
 SLOWEST = (
@@ -46,6 +48,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     order = {here / name: place for place, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Test modules import what they test: two million objects that live as long as the process."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        keep_modules()
+        gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _modules_are_no_garbage() -> None:
+    """What is alive between two files of tests is not looked through again at each collection: a run begins with a
+    whole one, and there are a thousand runs here."""
+    gc.collect()
+    keep_modules()
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,10 @@
 """train.compile: layers compiled one by one, adapters in place, documents of any length; on layouts too."""
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,9 +24,9 @@ from tests.oracles.rows import documents
 from tests.parallel.cases import measure, reference
 
 
-def ready(compiled: bool) -> TrainState:
+def ready(path: Path, compiled: bool) -> TrainState:
     state = build_state(
-        resolve("debug:llama"),
+        resolve(str(path)),
         adapter=LoraConfig(rank=4, target=["attn"]),
         optimizer=SGDConfig(name="sgd"),
         precision="fp32",
@@ -48,27 +50,31 @@ def gradients(state: TrainState, lengths: list[int]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about themselves
-def test_compiled_layers_give_the_same_gradients_at_every_length() -> None:
-    plain, compiled = ready(False), ready(True)
+def test_compiled_layers_give_the_same_gradients_at_every_length(tmp_path: Path) -> None:
+    path = save_strong(debug_config("llama", num_hidden_layers=1), tmp_path / "llama")
+    plain, compiled = ready(path, False), ready(path, True)
     for lengths in ([20, 3, 11], [40, 31]):
         assert gradient_error(gradients(compiled, lengths), gradients(plain, lengths)) < 2e-5
 
 
-def compiled_on(path: Path, layout: dict[str, int]) -> dict[str, Any]:
+def compiled_on(path: Path, layout: dict[str, int], backend: str) -> dict[str, Any]:
     """What `measure` finds, and how many graphs were compiled."""
     torch._dynamo.reset()
-    with warnings.catch_warnings():
+    compile_by = functools.partialmethod(torch.nn.Module.compile, backend=backend)
+    with mock.patch.object(torch.nn.Module, "compile", compile_by), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # dynamo and inductor warn about themselves
         found = measure(path, layout, documents(), compile_layers=True)
     return found | {"graphs": counters["stats"]["unique_graphs"]}
 
 
+# What inductor makes of a graph is tested above; a layout decides which graphs there are.
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"cp": 2}], ids=str)
-def test_compiled_layers_on_a_layout(world: Any, tmp_path: Path, layout: dict[str, int]) -> None:
+def test_compiled_layers_on_a_layout(world: Any, tmp_path: Path, layout: dict[str, int], backend: str) -> None:
     path = save_strong(debug_config("llama"), tmp_path / "llama")
     expected = reference(path)
     together: dict[str, torch.Tensor] = {}
-    for found in world(2).run(compiled_on, path, layout):
+    for found in world(2).run(compiled_on, path, layout, backend):
         assert found["graphs"] > 0
         assert found["loss"] == pytest.approx(expected.loss, rel=1e-6)  # its norms are fp32 inside
         assert found["validation"] == pytest.approx(expected.loss, rel=1e-6)

@@ -15,6 +15,7 @@ from luthier.data.mask import Masker
 from luthier.engine.build import DTYPES, build_state
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward
+from luthier.hf.gguf_quick import quick_gguf
 from luthier.hf.render import Encoder
 from luthier.hf.source import resolve
 from luthier.hf.tokenizer import load_tokenizer
@@ -41,7 +42,8 @@ def directory(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The weights as plain Transformers reads them, in fp32, so that every precision starts from the same numbers."""
     source = resolve(smollm2)
     path = tmp_path_factory.mktemp("smollm2")
-    from_gguf = plain_model(source.location, torch.float32, gguf_file=source.gguf_file)
+    with quick_gguf(source.gguf_file):
+        from_gguf = plain_model(source.location, torch.float32, gguf_file=source.gguf_file)
     config = copy.deepcopy(from_gguf.config)
     del config.quantization_config  # Transformers does not save what it read from GGUF blocks
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

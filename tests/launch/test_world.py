@@ -20,10 +20,12 @@ from luthier.launch import (
     Place,
     any_rank,
     join,
+    keep_modules,
     restarted,
     set_timeout,
     unhurried,
 )
+from luthier.launch import garbage as garbage_module
 from luthier.launch.world import own_device
 from luthier.parallel.mesh import spare_group
 from tests.world import World
@@ -163,9 +165,17 @@ class Ring:
         Ring.alive -= 1
 
 
-def test_garbage_is_collected_at_given_steps_alone() -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_garbage_is_collected_at_given_steps_alone(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And afterwards what has been set aside for good is so still, and nothing else."""
+    monkeypatch.setattr(garbage_module, "_kept", False)
+    gc.unfreeze()
+    gc.collect()
+    if kept:
+        keep_modules()
     with GarbageCollection(every=3) as garbage:
         assert not gc.isenabled()
+        assert gc.get_freeze_count() > 100_000
         left = []
         for step in range(1, 8):
             Ring()
@@ -173,4 +183,4 @@ def test_garbage_is_collected_at_given_steps_alone() -> None:
             left.append(Ring.alive)
         assert left == [1, 2, 0, 1, 2, 0, 1]
     assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
+    assert (gc.get_freeze_count() > 100_000) == kept

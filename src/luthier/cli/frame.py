@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from luthier.errors import UserError
-from luthier.launch import Outcome, request
+from luthier.launch import Outcome, keep_modules, request
 
 if TYPE_CHECKING:
     from luthier.config import ParallelConfig, RunConfig
@@ -127,8 +127,9 @@ def launched(
     asked = request(os.environ, nproc=nproc, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, max_restarts=max_restarts)
     if asked is None:
         return None
-    from luthier.launch.agent import start
-    from luthier.parallel.layout import Layout
+    with importing():
+        from luthier.launch.agent import start
+        from luthier.parallel.layout import Layout
 
     fits = functools.partial(Layout.resolve, parallel) if parallel is not None else None
     return start(asked, context.find_root().obj, logs, fits=fits)
@@ -231,5 +232,5 @@ def importing() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
+        keep_modules()
         gc.enable()

@@ -30,10 +30,14 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
     """
     custom = model.is_custom_code()
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    # torch.manual_seed seeds every device there is: before CUDA is up it keeps each call's stack for later, as text,
+    # and that took most of the time to make a small model. A tied head may still be on meta.
+    on_cpu = all(p.device.type in ("cpu", "meta") for p in model.parameters())
+    seed_all = torch.default_generator.manual_seed if on_cpu else torch.manual_seed
 
     def one(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        seed_all(int.from_bytes(digest[:8], "little") >> 1)
         owner._initialize_weights(module, custom)
 
     def walk(module: nn.Module, name: str, owner: PreTrainedModel, within: bool, listed: bool) -> None:

@@ -33,6 +33,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from luthier.errors import ModelError, UserError
 from luthier.hf import attention as luthier_attention
+from luthier.hf.gguf_quick import quick_gguf
 from luthier.hf.initialise import initialise
 from luthier.hf.kinds import not_causal, sees
 from luthier.hf.packing import OnTheFly, Packing
@@ -138,7 +139,8 @@ def load_model(
             location = None
         hooked = _hooked(base, loading)
         try:
-            model: PreTrainedModel = hooked.from_pretrained(location, **arguments)
+            with quick_gguf(source.gguf_file):
+                model: PreTrainedModel = hooked.from_pretrained(location, **arguments)
         except UserError:
             raise
         except Exception as error:

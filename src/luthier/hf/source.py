@@ -30,6 +30,7 @@ from huggingface_hub.errors import (
 from transformers import AutoConfig, PreTrainedConfig
 
 from luthier.errors import ModelError, UserError
+from luthier.hf.gguf_quick import quick_gguf
 
 EXPORT_MARK = "luthier_export.json"
 """The file that says a directory is an export of ours: it may be replaced, and names its tokenizer's fingerprint."""
@@ -207,9 +208,10 @@ def _read_config(source: ModelSource, trust_remote_code: bool) -> PreTrainedConf
     refuse_remote_code(source, trust_remote_code)
     arguments = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:
-        return AutoConfig.from_pretrained(
-            source.location, trust_remote_code=trust_remote_code, **arguments, **source.hub_arguments
-        )
+        with quick_gguf(source.gguf_file):
+            return AutoConfig.from_pretrained(
+                source.location, trust_remote_code=trust_remote_code, **arguments, **source.hub_arguments
+            )
     except Exception as error:
         raise explain(source, error, "config.json") from error
 

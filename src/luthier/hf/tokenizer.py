@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from luthier.errors import ModelError
+from luthier.hf.gguf_quick import quick_gguf
 from luthier.hf.source import EXPORT_MARK, ModelSource, explain, named_by, refuse_remote_code, resolve
 
 Message = Mapping[str, Any]
@@ -57,9 +58,10 @@ def load_tokenizer(
         try:
             if source.path is None or (source.path / "config.json").is_file():  # a tokenizer alone has none
                 refuse_remote_code(source, trust_remote_code)
-            loaded = AutoTokenizer.from_pretrained(
-                source.location, trust_remote_code=trust_remote_code, **arguments, **source.hub_arguments
-            )
+            with quick_gguf(source.gguf_file):
+                loaded = AutoTokenizer.from_pretrained(
+                    source.location, trust_remote_code=trust_remote_code, **arguments, **source.hub_arguments
+                )
         except Exception as error:
             reason = explain(source, error, "the tokenizer")
             remedy = reason.remedy or "name another tokenizer (tokenizer: NAME)"

@@ -1,11 +1,11 @@
 """Start the processes of a run, or join them: `luthier train run.yaml --nproc 4`, torchrun, srun and Kubeflow alike."""
 
+from luthier.launch.garbage import GarbageCollection, keep_modules
 from luthier.launch.place import Place, Request, place, request
 from luthier.launch.records import Failure, Outcome
 from luthier.launch.world import (
     FIRST_STEP_TIMEOUT,
     STEP_TIMEOUT,
-    GarbageCollection,
     any_rank,
     join,
     patient_group,
@@ -24,6 +24,7 @@ __all__ = [
     "Request",
     "any_rank",
     "join",
+    "keep_modules",
     "patient_group",
     "place",
     "request",

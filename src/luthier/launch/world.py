@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from luthier.errors import ConfigError
@@ -205,38 +203,3 @@ def unhurried() -> Iterator[None]:
         yield
     finally:
         set_timeout(before)
-
-
-class GarbageCollection:
-    """Python's garbage collection at steps that are the same on all ranks: each rank's pause stops all the others.
-
-    with GarbageCollection() as garbage:
-        for step in ...:
-            garbage.step(step)
-
-    Args:
-        every: steps between collections.
-    """
-
-    def __init__(self, every: int = 50) -> None:
-        self._every = every
-        self._was_enabled = False
-
-    def __enter__(self) -> GarbageCollection:
-        self._was_enabled = gc.isenabled()
-        gc.disable()
-        gc.collect()
-        gc.freeze()  # what the model is made of lives as long as the run, and need not be gone through each time
-        return self
-
-    def step(self, step: int) -> None:
-        """Collect, if it is time."""
-        if step % self._every == 0:
-            gc.collect()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        gc.unfreeze()
-        if self._was_enabled:
-            gc.enable()

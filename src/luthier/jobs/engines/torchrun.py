@@ -5,6 +5,7 @@ torchrun itself leaves with 1 whatever happened, and a screenful of its own afte
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -12,10 +13,12 @@ import sys
 
 def main() -> int:
     """Run torchrun with this process's arguments; returns what to leave with."""
+    gc.disable()  # while a million objects are made that all stay
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    gc.enable()
     if "LOGLEVEL" not in os.environ:
         elastic = logging.getLogger("torch.distributed.elastic")
         elastic.propagate = False
