@@ -19,7 +19,10 @@ _NEAR_ENOUGH = {"reassoc", "contract", "nsz", "arcp"}
 
 
 def compiled(loops: Callable[..., Any], fastmath: set[str] = _NEAR_ENOUGH, inline: str = "never") -> Any:
-    """A function that Numba compiles when it is first called, and keeps for the next process where it may write."""
+    """A function that Numba compiles when it is first called, and keeps for the next process where it may write.
+
+    It is compiled again when its own file changes, not when this one does.
+    """
     settings: dict[str, Any] = {"fastmath": fastmath, "nogil": True, "error_model": "numpy", "inline": inline}
     try:
         return njit(cache=True, **settings)(loops)
