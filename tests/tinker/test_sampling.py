@@ -25,8 +25,10 @@ def test_what_trains_is_sampled_and_a_snapshot_stays_as_it_was() -> None:
         )
     assert before.tokens == plain[0, 4:].tolist()
     assert before.stop_reason == "length"
-    exact = client.compute_logprobs(plain[0]).result()
+        rows = client.model(plain).logits[0, :-1].log_softmax(-1)
+    exact = [None, *rows.gather(1, plain[0, 1:, None])[:, 0].tolist()]
     assert before.logprobs == pytest.approx(exact[4:], abs=1e-5)
+    assert client.compute_logprobs(plain[0]).result() == pytest.approx(exact, abs=1e-5)
     assert kept.model.model.embed_tokens.weight is client.model.model.embed_tokens.weight  # what is frozen is shared
 
     told = client.sample(
