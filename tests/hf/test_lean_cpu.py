@@ -127,3 +127,11 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     for row in range(3):
         alone = Attention(row, positions[row : row + 1], 4, 4)(made[row : row + 1], keys, values, 0.25)
         assert torch.equal(alone[0], together[row])
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="rotary positions of 8"):
+        CompiledBetween(Places(random(3, 8), random(3, 8), 1, 1)).turned(layer(), random(3, 3, 16))
+    arenas = random(3, 2, 64, 16), random(3, 2, 64, 16)
+    with pytest.raises(ValueError, match="10 heads are not 4"):
+        Attention(0, torch.tensor([1, 2, 3]), 4, 3)(random(3, 10, 16), *arenas, 0.25)

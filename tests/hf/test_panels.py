@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,3 +84,40 @@ def test_processors_without_avx512_have_smaller_tiles() -> None:
     settings = {"ATEN_CPU_CAPABILITY": "avx2", "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}
     done = subprocess.run([sys.executable, "-c", AVX2], env={**os.environ, **settings}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def wide_default() -> Iterator[None]:
+    """As while Transformers builds a model of another precision, in another thread."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("wide_default")
+def test_the_default_dtype_is_not_theirs() -> None:
+    x, weight = random(5, 20).float(), random(30, 20).float()
+    torch.testing.assert_close(Panels(weight).product(x), x @ weight.T)
+
+
+def test_rows_of_another_kind_are_refused() -> None:
+    panels = Panels(random(30, 20))
+    for x in (random(5, 10), random(5, 20).double()):
+        with pytest.raises(ValueError, match="panels of 20 fp32 inputs"):
+            panels.product(x)
+
+
+SWITCHED = """
+import torch
+from luthier.hf.panels import Panels
+x, weight = torch.ones(13, 200), torch.ones(50, 200)
+assert (Panels(weight).product(x) == 200).all()
+"""
+
+
+def test_code_that_was_kept_is_of_the_same_tiles(tmp_path: Path) -> None:
+    """PyTorch can be told to use less of the processor, which Numba's cache does not know of."""
+    for more in ({}, {"ATEN_CPU_CAPABILITY": "avx2"}, {}):
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), **more}
+        done = subprocess.run([sys.executable, "-c", SWITCHED], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr

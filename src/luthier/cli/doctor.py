@@ -13,7 +13,17 @@ import typer
 
 from luthier.cli.frame import Answer, JsonOption, entries, verb
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "pydantic", "numba", "peft", "gguf")
+PACKAGES: tuple[str, ...] = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "datasets",
+    "pydantic",
+    "numba",
+    "peft",
+    "gguf",
+)
 PACKAGES += ("accelerate",)
 SIZE = 1024
 """Rows and columns of the matrices whose product is timed: about a layer of a small model."""

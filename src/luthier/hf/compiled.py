@@ -13,7 +13,10 @@ import torch
 from llvmlite import ir
 from numba import njit
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 
+FEATURES: str = cpu_target.target_context.codegen().magic_tuple()[2]
+"""What code is compiled for, as Numba's cache tells it apart ("+avx512f"). Nothing else may decide on what it is."""
 _NEAR_ENOUGH = {"reassoc", "contract", "nsz", "arcp"}
 """Sums may be taken in another order, so that they become vectors; NaN and infinity stay what they are."""
 

@@ -152,14 +152,18 @@ def rows_of(model: PreTrainedModel) -> Rows:
     """
     if virtual_of(model) is not None:
         return VirtualRows(model)
-    return _WAYS[way_of(model)](model)
+    way = way_of(model)
+    try:
+        return _WAYS[way](model)
+    except ModelError:  # its layers differ from one another, as pruning leaves them
+        return _WAYS["slots" if takes_attention(type(model)) else "whole"](model)
 
 
 def way_of(model: PreTrainedModel) -> str:
     """Which way that is: "lean", "slots", "alone" or "whole"."""
     if any(follows_length(module) for module in model.modules()):
         return "whole"  # what a cache holds was rotated for a text that was shorter
-    return _way_of(kind_of(model))
+    return _way_of(kind_of(model), model.dtype == torch.float32 and model.device.type == "cpu")
 
 
 def follows_length(module: torch.nn.Module) -> bool:
@@ -182,7 +186,7 @@ _TOLERANCE = 1e-3
 
 @functools.cache
 @torch.no_grad()
-def _way_of(kind: Kind) -> str:
+def _way_of(kind: Kind, compiled: bool) -> str:
     try:
         small = make_small(kind)
     except ModelError as error:
@@ -192,7 +196,8 @@ def _way_of(kind: Kind) -> str:
         if name == "slots" and not takes_attention(kind.cls):
             continue
         try:
-            fault = _fault(small, _WAYS[name])
+            way = functools.partial(LeanRows, compiled=compiled) if name == "lean" else _WAYS[name]
+            fault = _fault(small, way)
         except RAISED_BY_MODELS as error:  # it cannot be called so
             fault = first_line(error)
         if not fault:

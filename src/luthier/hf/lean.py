@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from luthier.errors import ModelError
 from luthier.hf.anatomy import backbone_name
 from luthier.hf.lean_ops import FEW_THREADS, Between, Layer, Places, PlainBetween, attention_by_products, eps_of
+from luthier.hf.loops import loops_work
 from luthier.hf.slots import Prefix, SlotRows, padded, rounded
 
 
@@ -75,6 +76,7 @@ class LeanRows(SlotRows):
 
     Args:
         model: a causal language model; whether this computes the same is `decoding`'s to find out.
+        compiled: whether loops of our own may do what is between the products, where they can.
 
     Attributes:
         groups: the linear layers, in groups that share their input.
@@ -84,7 +86,7 @@ class LeanRows(SlotRows):
         ModelError: it is not of the form.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, compiled: bool = True) -> None:
         super().__init__(model)
         backbone = getattr(model, backbone_name(model))
         names = {name for name, _ in backbone.named_children()}
@@ -95,6 +97,8 @@ class LeanRows(SlotRows):
         self.groups: list[tuple[nn.Module, ...]] = []
         for layer in backbone.layers:
             self._take(layer)
+        if len({_sizes(layer) for layer in backbone.layers}) > 1:
+            raise ModelError("its layers are of several sizes", where="sampling")
         self._dim = int(backbone.layers[0].self_attn.head_dim)
         self._key_heads = _outputs(self.groups[0][1]) // self._dim
         self._query_heads = _outputs(self.groups[0][0]) // self._dim
@@ -102,7 +106,7 @@ class LeanRows(SlotRows):
         self._blocks: tuple[int, ...] = (READING,)
         self._runs: tuple[Any, ...] = ()  # what the views below are of
         self._views: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self._can_compile = _can_compile(model, self._layers)
+        self._loops = compiled and _is_silu(self._layers)
 
     def _take(self, layer: Any) -> None:
         names = {name for name, _ in layer.named_children()}
@@ -132,7 +136,7 @@ class LeanRows(SlotRows):
 
     def like(self) -> LeanRows:
         """Empty rows of the same model."""
-        rows = LeanRows(self._model)
+        rows = LeanRows(self._model, self._loops)
         rows.products = self.products
         return rows
 
@@ -228,7 +232,7 @@ class LeanRows(SlotRows):
             query, *new = self._split(made)
             for arena, tensor in zip(self._arenas(number, made), new, strict=True):
                 arena.view(-1, self._dim).index_copy_(0, places, tensor[:count].reshape(-1, self._dim))
-            if number not in self._views:
+            if number not in self._views or self._views[number][0][0].dtype != made.dtype:
                 keys, values = slots.keys[number], slots.values[number]
                 parts = [(slice(start + first, start + end), slice(None), slice(length)) for first, end, length in runs]
                 self._views[number] = [(keys[part], values[part]) for part in parts]
@@ -257,7 +261,7 @@ class LeanRows(SlotRows):
     def _arenas(self, number: int, made: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, heads, places, dim] of a layer."""
         slots = self._slots
-        if number not in slots.values:
+        if number not in slots.values or slots.values[number].dtype != made.dtype:
             like = made[None, :, : self._key_heads].transpose(1, 2)
             return slots.arena(slots.keys, number, like), slots.arena(slots.values, number, like)
         return slots.keys[number], slots.values[number]
@@ -269,7 +273,10 @@ class LeanRows(SlotRows):
 
     def _compiles(self) -> bool:
         """Whether loops of our own do what is between the products; of several threads PyTorch's use more."""
-        return self._can_compile and torch.get_num_threads() <= FEW_THREADS
+        own = (self._embed.weight, self._norm.weight, self._layers[0].before.weight)
+        plain = all(weight.dtype == torch.float32 and weight.device.type == "cpu" for weight in own)
+        few = torch.get_num_threads() <= FEW_THREADS and not torch.is_autocast_enabled("cpu")
+        return self._loops and plain and few and loops_work()
 
     def _run(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [n, hidden] of tokens [n] at positions [n]."""
@@ -311,14 +318,15 @@ def _runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
+def _sizes(layer: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
+    """Shapes of a layer's own weights; adapters beside them may differ."""
+    return tuple((name, one.shape) for name, one in layer.named_parameters() if ".lora_" not in name)
+
+
 def _outputs(layer: nn.Module) -> int:
     return int(cast(Tensor, layer.weight).shape[0])
 
 
-def _can_compile(model: PreTrainedModel, layers: Sequence[Layer]) -> bool:
-    """Whether `lean_cpu` computes what these layers do between their products."""
-    norms = [norm for layer in layers for norm in (layer.before, layer.after, layer.queries, layer.keys) if norm]
-    if model.device.type != "cpu" or any(cast(Tensor, norm.weight).dtype != torch.float32 for norm in norms):
-        return False
+def _is_silu(layers: Sequence[Layer]) -> bool:
     probe = torch.linspace(-8, 8, 33)
     return all(torch.equal(layer.activation(probe), F.silu(probe)) for layer in layers)

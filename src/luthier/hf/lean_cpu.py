@@ -284,6 +284,8 @@ class CompiledBetween:
     def turned(self, layer: Layer, made: Tensor) -> None:
         """Norms and rotary positions of the queries and keys in made [n, queries + keys + values, dim], in place."""
         array = made.numpy()
+        if self._cos.shape != self._sin.shape or self._cos.shape != (made.shape[0], made.shape[2]):
+            raise ValueError(f"rotary positions of {self._cos.shape[1]} numbers are not for heads of {made.shape[2]}")
         if layer.queries is not None and layer.keys is not None:
             heads_normed(array, 0, self._queries, *_norm(layer.queries))
             heads_normed(array, self._queries, self._rotated, *_norm(layer.keys))
@@ -318,12 +320,16 @@ class Attention:
     def __call__(self, made: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """made [size, queries + keys + values, dim] -> [size, queries x dim], where the next layer's will be; arenas
         [rows, key heads, places, dim]."""
+        key_heads = keys.shape[1]
+        if made.shape[1] != self._queries + 2 * key_heads or keys.shape != values.shape:
+            raise ValueError(f"{made.shape[1]} heads are not {self._queries} of queries and twice {key_heads}")
         if self._found is None:
             self._found = _Buffer((self._size, self._queries * made.shape[2]))
+        together = self._queries // key_heads
         found, arenas, array = self._found.array, (keys.numpy(), values.numpy()), made.numpy()
 
         def some(first: int, end: int) -> None:
-            scores, room = np.empty((self._queries, self._longest), np.float32), _Room(self._longest)
+            scores, room = np.empty((together, self._longest), np.float32), _Room(self._longest)
             rows = array[first:end], *arenas, self._start + first, self._positions[first:end]
             attended(*rows, scale, found[first:end], scores, room.powers, room.bits)
 
@@ -339,7 +345,7 @@ class _Buffer:
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
-        self.tensor = torch.zeros(*shape)
+        self.tensor = torch.zeros(*shape, dtype=torch.float32, device="cpu")  # whatever the default is now
         self.array: Floats = self.tensor.numpy()
 
 

@@ -21,20 +21,22 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from luthier.hf.compiled import ahead, compiled, shared
+from luthier.hf.compiled import FEATURES, ahead, compiled, shared
 from luthier.hf.lean_cpu import Floats
 
-_SHAPES = {"AVX512": (16, 8, 3), "AVX2": (8, 4, 3)}
-"""By what the processor has: numbers of a vector, rows and vectors of a tile. All but a few registers hold sums."""
-_LANES, _ROWS, _VECTORS = _SHAPES.get(torch.backends.cpu.get_cpu_capability(), _SHAPES["AVX2"])
+_WIDE = "+avx512f" in FEATURES
+# numbers of a vector, rows and vectors of a tile: all but a few registers hold sums
+_LANES, _ROWS, _VECTORS = (16, 8, 3) if _WIDE else (8, 4, 3)
 _COLUMNS = _LANES * _VECTORS
+_LINES = 4 * _COLUMNS // 64
+"""Lines of memory that an input's part of a panel takes."""
 _INPUTS = 192
 """After so many a sum is added to the one before: rounding grows with the root of the terms in a row."""
 
 
 def suits(weight: Tensor) -> bool:
     """Whether a matrix [outputs, inputs] can be laid out in panels here."""
-    known = torch.backends.cpu.get_cpu_capability() in _SHAPES
+    known = _WIDE or ("+avx2" in FEATURES and "+fma" in FEATURES)
     return known and weight.dtype == torch.float32 and weight.device.type == "cpu"
 
 
@@ -48,9 +50,9 @@ class Panels:
     def __init__(self, *weights: Tensor) -> None:
         self._outputs = sum(weight.shape[0] for weight in weights)
         self._inputs = weights[0].shape[1]
-        self._panels = torch.zeros(
-            -(-self._outputs // _COLUMNS), self._inputs, _COLUMNS
-        )  # PyTorch's lie on a line's start
+        count = -(-self._outputs // _COLUMNS)
+        # PyTorch's memory begins with a line
+        self._panels = torch.zeros(count, self._inputs, _COLUMNS, dtype=torch.float32, device="cpu")
         self._array: Floats = self._panels.numpy()
         start = 0
         for weight in weights:
@@ -58,10 +60,16 @@ class Panels:
             start += weight.shape[0]
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., inputs] -> [..., outputs], those of one weight after those of another."""
+        """x [..., inputs] -> [..., outputs], those of one weight after those of another.
+
+        Raises:
+            ValueError: x has another dtype, or other inputs.
+        """
         shape = x.shape
+        if x.dtype != torch.float32 or shape[-1] != self._inputs:
+            raise ValueError(f"panels of {self._inputs} fp32 inputs are not for {shape[-1]} of {x.dtype}")
         rows = (x if len(shape) == 2 else x.reshape(-1, self._inputs)).contiguous().numpy()
-        found = torch.empty(len(rows), self._outputs)
+        found = torch.empty(len(rows), self._outputs, dtype=torch.float32, device="cpu")
         out = found.numpy()
         shared(len(self._array), lambda first, end: _multiply(rows, self._array, out, first, end))
         if bias is not None:
@@ -144,7 +152,7 @@ def _multiply(x: Floats, panels: Floats, out: Floats, first: int, end: int) -> N
             whole = here == _ROWS and columns == _COLUMNS
             start = x.ctypes.data + 4 * row * inputs if here == _ROWS else last.ctypes.data
             place = out.ctypes.data + 4 * (row * outputs + column) if whole else edge.ctypes.data
-            line = following + 64 * inputs * (row // _ROWS % _VECTORS)
+            line = following + 64 * inputs * (row // _ROWS % _LINES)
             for low in range(0, inputs, _INPUTS):
                 a, b = start + 4 * low, panels.ctypes.data + 4 * (panel * inputs + low) * _COLUMNS
                 some = min(_INPUTS, inputs - low)

@@ -140,9 +140,11 @@ class _Slots(Cache):
         return found[0], found[1]
 
     def arena(self, tensors: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:
-        """[rows, heads, places, dim] of a layer, made when it is first asked for."""
+        """[rows, heads, places, dim] of a layer, made when it is first asked for; a model may change its dtype."""
         if layer not in tensors:
             tensors[layer] = like.new_zeros(self.rows, like.shape[1], self.places, like.shape[3])
+        elif tensors[layer].dtype != like.dtype:
+            tensors[layer] = tensors[layer].to(like.dtype)
         return tensors[layer]
 
     def make_room(self, rows: int, places: int) -> None:

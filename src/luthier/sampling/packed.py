@@ -24,6 +24,7 @@ from luthier.adapters.dora import layer_factor, rescaled
 from luthier.adapters.layer import AdapterMatrix, LoraLayer
 from luthier.errors import first_line
 from luthier.hf.lean_ops import FEW_THREADS
+from luthier.hf.loops import loops_work
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def stamp_of(*tensors: Tensor) -> tuple[tuple[int, int], ...]:
 @torch.no_grad()
 def laid_out(*weights: Tensor) -> Matrix:
     """Weights [outputs, inputs] as one matrix."""
-    if weights[0].dtype == torch.float32 and torch.get_num_threads() <= FEW_THREADS:
+    if weights[0].dtype == torch.float32 and torch.get_num_threads() <= FEW_THREADS and loops_work():
         from luthier.hf.panels import Panels, suits  # Numba, which takes half a second to import
 
         if suits(weights[0]):
