@@ -1,4 +1,4 @@
-"""Products from panels, against float64, by one thread and by several, with the tiles of processors of either kind."""
+"""Products from panels, against float64, with the tiles of processors of either kind."""
 
 import os
 import subprocess
@@ -20,15 +20,6 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SIZES)
 def test_products_are_as_exact_as_pytorchs(rows: int, outputs: int, inputs: int) -> None:
     x, weight, bias = random(rows, inputs), random(outputs, inputs), random(outputs)
@@ -43,14 +34,11 @@ def test_products_are_as_exact_as_pytorchs(rows: int, outputs: int, inputs: int)
     assert torch.equal(Panels(weight).product(x[None].expand(2, -1, -1))[1], Panels(weight).product(x))
 
 
-def test_a_row_is_the_same_in_any_company_and_by_any_number_of_threads() -> None:
+def test_a_row_is_the_same_in_any_company() -> None:
     x, panels = random(37, 300), Panels(random(130, 300))
     whole = panels.product(x)
-    before = torch.get_num_threads()
-    for count, several in ((1, 1), (8, 2), (9, 3), (36, 1)):
-        torch.set_num_threads(several)
+    for count in (1, 8, 9, 36):
         assert torch.equal(panels.product(x[-count:]), whole[-count:])
-    torch.set_num_threads(before)
 
 
 def test_what_is_not_finite_stays_in_its_row() -> None:

@@ -1,15 +1,10 @@
-"""Loops that Numba compiles for the processor at hand, and the threads that share them."""
+"""Loops that Numba compiles for the processor at hand."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
 from llvmlite import ir
 from numba import njit
 from numba.core import cgutils
@@ -31,33 +26,6 @@ def compiled(loops: Callable[..., Any], fastmath: set[str] = _NEAR_ENOUGH, inlin
         return njit(cache=True, **settings)(loops)
     except RuntimeError:  # neither beside this file nor in the user's own folder
         return njit(**settings)(loops)
-
-
-def shared(count: int, work: Callable[[int, int], Any]) -> None:
-    """Do `work(first, end)` for all of 0 to `count`, by as many threads as PyTorch has, each an even part.
-
-    Args:
-        count: of whatever can be done apart.
-        work: compiled, so that it lets go of Python's lock.
-    """
-    threads = min(torch.get_num_threads(), count)
-    if threads <= 1:
-        work(0, count)
-        return
-    bounds = [count * thread // threads for thread in range(threads + 1)]
-    others = [_crew().submit(work, first, end) for first, end in itertools.pairwise(bounds[1:])]
-    work(0, bounds[1])
-    for other in others:
-        other.result()
-
-
-@functools.cache
-def _crew() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="luthier-loops")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_crew.cache_clear)  # threads do not come along
 
 
 def ahead(builder: Any, place: Any) -> None:

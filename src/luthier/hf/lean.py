@@ -272,7 +272,7 @@ class LeanRows(SlotRows):
         return query, key, value
 
     def _compiles(self) -> bool:
-        """Whether loops of our own do what is between the products; of several threads PyTorch's use more."""
+        """Whether loops of our own do what is between the products; of more threads PyTorch's use all."""
         own = (self._embed.weight, self._norm.weight, self._layers[0].before.weight)
         plain = all(weight.dtype == torch.float32 and weight.device.type == "cpu" for weight in own)
         few = torch.get_num_threads() <= FEW_THREADS and not torch.is_autocast_enabled("cpu")

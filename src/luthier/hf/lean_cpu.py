@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from luthier.hf.compiled import ahead, compiled, shared
+from luthier.hf.compiled import ahead, compiled
 from luthier.hf.lean_ops import Layer, Places, eps_of
 
 Floats = NDArray[np.float32]
@@ -315,7 +315,8 @@ class Attention:
         self._start, self._positions, self._size = start, positions.numpy(), size
         self._queries = queries
         self._found: _Buffer | None = None
-        self._longest = int(positions.max()) + 1
+        longest = int(positions.max()) + 1
+        self._scores, self._room = np.empty((queries, longest), np.float32), _Room(longest)
 
     def __call__(self, made: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """made [size, queries + keys + values, dim] -> [size, queries x dim], where the next layer's will be; arenas
@@ -325,15 +326,9 @@ class Attention:
             raise ValueError(f"{made.shape[1]} heads are not {self._queries} of queries and twice {key_heads}")
         if self._found is None:
             self._found = _Buffer((self._size, self._queries * made.shape[2]))
-        together = self._queries // key_heads
-        found, arenas, array = self._found.array, (keys.numpy(), values.numpy()), made.numpy()
-
-        def some(first: int, end: int) -> None:
-            scores, room = np.empty((together, self._longest), np.float32), _Room(self._longest)
-            rows = array[first:end], *arenas, self._start + first, self._positions[first:end]
-            attended(*rows, scale, found[first:end], scores, room.powers, room.bits)
-
-        shared(len(self._positions), some)
+        arrays = made.numpy(), keys.numpy(), values.numpy()
+        rest = self._found.array, self._scores, self._room.powers, self._room.bits
+        attended(*arrays, self._start, self._positions, scale, *rest)
         return self._found.tensor
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 FEW_THREADS = 2
-"""Up to so many do more in compiled loops than PyTorch's own, which are sooner at work together."""
+"""Up to so many lose less by waiting for compiled loops, which one runs, than by PyTorch's many operations."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from luthier.hf.compiled import FEATURES, ahead, compiled, shared
+from luthier.hf.compiled import FEATURES, ahead, compiled
 from luthier.hf.lean_cpu import Floats
 
 _WIDE = "+avx512f" in FEATURES
@@ -70,8 +70,7 @@ class Panels:
             raise ValueError(f"panels of {self._inputs} fp32 inputs are not for {shape[-1]} of {x.dtype}")
         rows = (x if len(shape) == 2 else x.reshape(-1, self._inputs)).contiguous().numpy()
         found = torch.empty(len(rows), self._outputs, dtype=torch.float32, device="cpu")
-        out = found.numpy()
-        shared(len(self._array), lambda first, end: _multiply(rows, self._array, out, first, end))
+        _multiply(rows, self._array, found.numpy())
         if bias is not None:
             found.add_(bias)
         return found if len(shape) == 2 else found.view(*shape[:-1], self._outputs)
@@ -135,15 +134,15 @@ _tile: Any = intrinsic(_tile_as)
 
 
 @compiled
-def _multiply(x: Floats, panels: Floats, out: Floats, first: int, end: int) -> None:
-    """out[:, columns of the panels] <- x @ those panels, x [n, inputs] and out [n, outputs] contiguous."""
+def _multiply(x: Floats, panels: Floats, out: Floats) -> None:
+    """out <- x @ the panels, x [n, inputs] and out [n, outputs] contiguous."""
     count, inputs = x.shape
     outputs = out.shape[1]
     last = np.zeros((_ROWS, inputs if count % _ROWS else 0), np.float32)  # rows of a tile that is not full
     for row in range(count % _ROWS):
         last[row] = x[count - count % _ROWS + row]
     edge = np.empty((_ROWS, _COLUMNS), np.float32)
-    for panel in range(first, end):
+    for panel in range(panels.shape[0]):
         column = panel * _COLUMNS
         columns = min(_COLUMNS, outputs - column)
         following = panels.ctypes.data + 4 * (panel + 1) * inputs * _COLUMNS

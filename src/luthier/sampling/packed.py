@@ -1,7 +1,7 @@
 """A second copy of a model's matrices, laid out as they are read fastest, for as long as texts grow.
 
 The step of a small batch reads every weight for a few rows each. In fp32 the library that torch calls by default does
-that at half the speed of a matrix laid out for it (`hf/panels.py`; oneDNN's layout where many threads share the work),
+that at half the speed of a matrix laid out for it (`hf/panels.py`; oneDNN's layout where threads share the work),
 and in another order for each number of rows; in bf16 each call lays the matrix out again. A copy is made when texts
 begin to grow and given up when none does; a weight that has changed in between (its storage, or the count that every
 operation in place adds to) is copied again.
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from luthier.adapters.dora import layer_factor, rescaled
 from luthier.adapters.layer import AdapterMatrix, LoraLayer
 from luthier.errors import first_line
-from luthier.hf.lean_ops import FEW_THREADS
 from luthier.hf.loops import loops_work
 
 _log = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ def stamp_of(*tensors: Tensor) -> tuple[tuple[int, int], ...]:
 @torch.no_grad()
 def laid_out(*weights: Tensor) -> Matrix:
     """Weights [outputs, inputs] as one matrix."""
-    if weights[0].dtype == torch.float32 and torch.get_num_threads() <= FEW_THREADS and loops_work():
+    if weights[0].dtype == torch.float32 and torch.get_num_threads() == 1 and loops_work():
         from luthier.hf.panels import Panels, suits  # Numba, which takes half a second to import
 
         if suits(weights[0]):
