@@ -142,6 +142,12 @@ class Checkpoint:
         return self.expires is not None and self.expires < now
 
 
+ENDED = asyncio.Event()
+"""Set, for all operations that have ended: each one's own would be most of the memory that it takes until it is struck
+out, ten minutes after its result was fetched."""
+ENDED.set()
+
+
 @dataclass(slots=True)
 class Operation:
     """Something asked for, whose result is fetched later.

@@ -19,7 +19,7 @@ from luthier.tinker.server.files import Files, parse_path
 from luthier.tinker.server.line import Line
 from luthier.tinker.server.metrics import Metrics
 from luthier.tinker.server.process import WorkerProcess
-from luthier.tinker.server.records import Category, Checkpoint, Kind, Model, Operation, Sampler, Session
+from luthier.tinker.server.records import ENDED, Category, Checkpoint, Kind, Model, Operation, Sampler, Session
 from luthier.tinker.server.samplers import Samplers
 from luthier.tinker.server.store import Store
 
@@ -297,6 +297,7 @@ class Service:
         operation.media = values.get("media", operation.media)
         operation.status = status
         operation.finished.set()
+        operation.finished = ENDED
         self.metrics.finished(operation)
 
     def _line(self, model: Model, known: list[Operation]) -> None:
