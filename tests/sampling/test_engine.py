@@ -1,6 +1,6 @@
 """Texts that grow side by side are those of plain Transformers, and no text is touched by another."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,15 +79,6 @@ def adapted(kind: str, precision: Any) -> Any:
             elif parameter.ndim >= 2:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 1.5 / parameter.shape[-1] ** 0.5)
     return model
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """With several, which of them works on a row of fp32 attention may change its last bit."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -350,15 +341,6 @@ def test_what_cannot_be_sampled_is_refused() -> None:
 
 KINDS = ["llama", "qwen3", "gemma2", "gemma3_text", "cohere2", "gpt2", "falcon", "mixtral", "olmoe", "gpt_oss", "phi"]
 KINDS += ["granite", "qwen3_next", "mamba", "phi3"]
-
-
-@pytest.fixture
-def three_threads() -> Iterator[None]:
-    """With so many, PyTorch's operations do what compiled loops do otherwise."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("three_threads")

@@ -26,14 +26,6 @@ def sampled(model: Any) -> list[int]:
     return SamplingEngine(model, slots=4).sample([greedy(PROMPT)])[0].tokens
 
 
-@pytest.fixture
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.usefixtures("one_thread")
 def test_without_numba(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     own = importlib.import_module

@@ -13,18 +13,8 @@ import typer
 
 from luthier.cli.frame import Answer, JsonOption, entries, verb
 
-PACKAGES: tuple[str, ...] = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "datasets",
-    "pydantic",
-    "numba",
-    "peft",
-    "gguf",
-)
-PACKAGES += ("accelerate",)
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "pydantic", "numba")
+OF_EXTRAS = ("peft", "gguf", "accelerate")
 SIZE = 1024
 """Rows and columns of the matrices whose product is timed: about a layer of a small model."""
 
@@ -50,7 +40,7 @@ def examine(*, hub: bool = False) -> dict[str, Any]:
 
     result: dict[str, Any] = {
         "versions": {"luthier": __version__, "python": platform.python_version()}
-        | {name: _version(name) for name in PACKAGES},
+        | {name: _version(name) for name in PACKAGES + OF_EXTRAS},
         "system": platform.platform(),
         "cpu": {
             "physical_cores": psutil.cpu_count(logical=False),

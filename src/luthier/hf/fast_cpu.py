@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 
 from luthier.hf.fast_mlp import silu_product
-from luthier.hf.fast_norm import rms_norm
+from luthier.hf.fast_norm import eps_of, rms_norm
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def accelerate_model(model: torch.nn.Module) -> list[str]:
         if not _looks_like_rms_norm(module):
             continue
         weight = cast(torch.Tensor, module.weight)
-        key = (type(module), tuple(weight.shape), weight.dtype, _eps(module))
+        key = (type(module), tuple(weight.shape), weight.dtype, eps_of(module))
         if key not in verdicts:
             verdicts[key] = _form_of_norm(module)
         offset = verdicts[key]
@@ -112,13 +112,7 @@ def _lean_mlp_class(own: Any) -> type[torch.nn.Module]:
 def _looks_like_rms_norm(module: torch.nn.Module) -> bool:
     parameters = dict(module.named_parameters())
     named = "RMSNorm" in type(module).__name__ and list(parameters) == ["weight"] and parameters["weight"].ndim == 1
-    return named and _eps(module) is not None and not isinstance(module, _FastNorm)
-
-
-def _eps(module: torch.nn.Module) -> float | None:
-    """The small number under the root, by the names that Transformers' models use."""
-    value = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return float(value) if isinstance(value, int | float) else None
+    return named and eps_of(module) is not None and not isinstance(module, _FastNorm)
 
 
 def _form_of_norm(module: torch.nn.Module) -> float | None:
@@ -135,7 +129,7 @@ def _form_of_norm(module: torch.nn.Module) -> float | None:
     x = (torch.randn(7, len(trial_weight), generator=generator) * 3 + 0.5).to(weight.dtype).requires_grad_()
     gradient = torch.randn(x.shape, generator=generator).to(weight.dtype)
     for offset in (0.0, 1.0):
-        fast = functools.partial(rms_norm, weight=trial_weight, eps=cast(float, _eps(module)), offset=offset)
+        fast = functools.partial(rms_norm, weight=trial_weight, eps=cast(float, eps_of(module)), offset=offset)
         if _agree(trial, fast, (x,), (x, trial_weight), gradient):
             return offset
     logger.info("%s left as it is: neither form of a fast RMSNorm computes the same", type(module).__name__)
@@ -150,7 +144,7 @@ class _FastNorm(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = cast(torch.Tensor, self.weight)
         if _plain(hidden_states) and _plain(weight) and hidden_states.dtype == weight.dtype:
-            return rms_norm(hidden_states, weight, cast(float, _eps(self)), self.luthier_offset)
+            return rms_norm(hidden_states, weight, cast(float, eps_of(self)), self.luthier_offset)
         return cast(torch.Tensor, super().forward(hidden_states))
 
 

@@ -23,6 +23,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -
     return cast(torch.Tensor, _RmsNorm.apply(x, weight, eps, offset))
 
 
+def eps_of(norm: torch.nn.Module) -> float | None:
+    """The small number under a norm's root, by the names that Transformers' models use; None where it does not say."""
+    value = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return float(value) if isinstance(value, int | float) else None
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from luthier.errors import ModelError
 from luthier.hf.anatomy import backbone_name
-from luthier.hf.lean_ops import FEW_THREADS, Between, Layer, Places, PlainBetween, attention_by_products, eps_of
+from luthier.hf.fast_norm import eps_of
+from luthier.hf.lean_ops import FEW_THREADS, Between, Layer, Places, PlainBetween, attention_by_products
 from luthier.hf.loops import loops_work
 from luthier.hf.slots import Prefix, SlotRows, padded, rounded
 

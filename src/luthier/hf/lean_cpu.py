@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from luthier.hf.compiled import ahead, compiled
-from luthier.hf.lean_ops import Layer, Places, eps_of
+from luthier.hf.fast_norm import eps_of
+from luthier.hf.lean_ops import Layer, Places
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
+
+from luthier.hf.fast_norm import eps_of
 
 FEW_THREADS = 2
 """Up to so many lose less by waiting for compiled loops, which one runs, than by PyTorch's many operations."""
@@ -108,12 +110,6 @@ class PlainBetween:
         half = x.shape[-1] // 2
         other = torch.cat((x[..., half:], x[..., :half]), -1).mul_(self._signed)
         return (x * self._cos).add_(other)
-
-
-def eps_of(norm: Any) -> float | None:
-    """What a norm adds to the mean of squares; None where it does not say."""
-    value = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    return float(value) if isinstance(value, int | float) else None
 
 
 def attention_by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
