@@ -148,9 +148,11 @@ def heads_turned(x: Floats, heads: int, cos: Floats, sin: Floats) -> None:
 
 
 @compiled
-def gated(both: Floats, out: Floats, powers: Floats, bits: Ints) -> None:
-    """out [n, inner] <- silu(gate) * up, gate and up side by side in both [n, 2 inner]; room for `inner` numbers."""
+def gated(both: Floats, out: Floats) -> None:
+    """out [n, inner] <- silu(gate) * up, gate and up side by side in both [n, 2 inner]."""
     inner = out.shape[1]
+    powers = np.empty(inner, np.float32)
+    bits = powers.view(np.int32)
     for row in range(out.shape[0]):
         gate, up, y = both[row, :inner], both[row, inner:], out[row]
         for i in range(inner):
@@ -169,9 +171,6 @@ def attended(
     positions: NDArray[np.int64],
     scale: float,
     out: Floats,
-    scores: Floats,
-    powers: Floats,
-    bits: Ints,
 ) -> None:
     """Keep each row's key and value, and attend with its queries over all keys that it has.
 
@@ -183,13 +182,13 @@ def attended(
         positions: where each row's token stands; its keys are those up to there.
         scale: of the scores.
         out: [n or more, queries x dim].
-        scores: room for [queries of a key head, places].
-        powers: room for [places].
-        bits: the same memory as int32.
     """
     key_heads, dim = keys.shape[1], keys.shape[3]
     queries = made.shape[1] - 2 * key_heads
     together = queries // key_heads
+    longest = positions.max() + 1
+    scores, powers = np.empty((together, longest), np.float32), np.empty(longest, np.float32)
+    bits = powers.view(np.int32)
     for row in range(len(positions)):
         place = positions[row]
         length = place + 1
@@ -268,7 +267,6 @@ class CompiledBetween:
         self._queries, self._rotated = places.queries, places.queries + places.keys
         self._after_norm: _Buffer | None = None
         self._after_gate: _Buffer | None = None
-        self._room = _Room(0)
 
     def normed(self, norm: nn.Module, x: Tensor) -> Tensor:
         """x [n, hidden] after a norm."""
@@ -296,9 +294,9 @@ class CompiledBetween:
         """silu(gate) * up [n, inner] of gate and up side by side [n, 2 inner]."""
         if self._after_gate is None:
             rows, width = both.shape
-            self._after_gate, self._room = _Buffer((rows, width // 2)), _Room(width // 2)
+            self._after_gate = _Buffer((rows, width // 2))
         found = self._after_gate
-        gated(both.numpy(), found.array, self._room.powers, self._room.bits)
+        gated(both.numpy(), found.array)
         return found.tensor
 
 
@@ -316,8 +314,6 @@ class Attention:
         self._start, self._positions, self._size = start, positions.numpy(), size
         self._queries = queries
         self._found: _Buffer | None = None
-        longest = int(positions.max()) + 1
-        self._scores, self._room = np.empty((queries, longest), np.float32), _Room(longest)
 
     def __call__(self, made: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """made [size, queries + keys + values, dim] -> [size, queries x dim], where the next layer's will be; arenas
@@ -328,8 +324,7 @@ class Attention:
         if self._found is None:
             self._found = _Buffer((self._size, self._queries * made.shape[2]))
         arrays = made.numpy(), keys.numpy(), values.numpy()
-        rest = self._found.array, self._scores, self._room.powers, self._room.bits
-        attended(*arrays, self._start, self._positions, scale, *rest)
+        attended(*arrays, self._start, self._positions, scale, self._found.array)
         return self._found.tensor
 
 
@@ -343,18 +338,6 @@ class _Buffer:
     def __init__(self, shape: Sequence[int]) -> None:
         self.tensor = torch.zeros(*shape, dtype=torch.float32, device="cpu")  # whatever the default is now
         self.array: Floats = self.tensor.numpy()
-
-
-class _Room:
-    """Memory that exponentials need beside what they are made of.
-
-    Args:
-        count: of numbers.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.powers: Floats = np.empty(count, np.float32)
-        self.bits: Ints = self.powers.view(np.int32)
 
 
 def _norm(norm: nn.Module) -> tuple[Floats, float]:
