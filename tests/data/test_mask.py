@@ -119,6 +119,50 @@ def test_refused_by_name(with_template):
         masked(tokenizer, SEVERAL)
 
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+OTHER = {"type": "function", "function": {"name": "f", "arguments": {"a": 2}}}
+CALLS = "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("said", "messages", "why"),
+    [
+        # what is left out also stands elsewhere: looking for its text would find it there
+        ("{% if m.role != 'tool' %}{{ m.content }}{% endif %}", [("tool", "42", [])], r"what message 2 \(tool\) says"),
+        ("{{ m.content if not m.tool_calls }}" + CALLS, [("assistant", "f", [CALL])], r"message 2 \(assistant\) says"),
+        ("{{ m.content }}{{ m.tool_calls[0] if m.tool_calls }}", [("assistant", "a", [CALL, OTHER])], "call 2 of"),
+        (
+            "{{ m.content }}{% if loop.last %}" + CALLS + "{% endif %}",
+            [("assistant", "a", [CALL])],
+            "render tool_calls",
+        ),
+        (
+            "{{ m.content }}{% if loop.index == 2 %}" + CALLS + "{% endif %}",
+            [("assistant", "a", [CALL]), ("tool", "b", []), ("assistant", "c", [CALL])],
+            "render tool_calls",
+        ),
+    ],
+)
+def test_nothing_is_lost_because_it_looks_like_something_else(with_template, said, messages, why):
+    last = {"role": "assistant", "content": "It is 42, says f."}
+    made = [{"role": role, "content": content, "tool_calls": calls} for role, content, calls in messages]
+    row = [{"role": "user", "content": "What is f?"}, *made, last]
+    body = "{% for m in messages %}" + HEAD + "SAID{{ '<|im_end|>\n' }}{% endfor %}" + PROMPT
+    with pytest.raises(BadRow, match=why):
+        masked(with_template(body.replace("SAID", said)), row)
+    whole_template = with_template(body.replace("SAID", "{{ m.content }}" + CALLS))
+    assert spans(whole_template, masked(whole_template, row))[-1] == last["content"] + E
+
+
+def test_a_template_that_reads_what_is_said_loses_nothing_by_that(with_template):
+    """No mark comes out of one that takes a part of what is said, or refuses what is longer."""
+    short = "{% if m.content | length > 12 %}{{ raise_exception('too long') }}{% endif %}{{ m.content }}"
+    row = [{"role": "user", "content": "yes#or no"}, {"role": "assistant", "content": "no"}]
+    for said in (short, "{{ m.content[:3] }}", "{{ m.content.split('#')[0] }}"):
+        tokenizer = with_template(CHATML.replace("{{ m.content + '", said + "{{ '"))
+        assert spans(tokenizer, masked(tokenizer, row)) == ["no" + E]
+
+
 TAGGED = (
     "{% for m in messages %}"
     + HEAD

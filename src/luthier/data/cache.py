@@ -29,7 +29,7 @@ from luthier.hf.render import Tokenizer
 from luthier.hf.sight import sight_of
 from luthier.hf.tokenizer import fingerprint
 
-VERSION = 5
+VERSION = 6
 """Raise it when the same rows become other samples, or the arrays change: no older entry is then found."""
 
 _TOLD_EVERY = 256

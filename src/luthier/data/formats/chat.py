@@ -10,8 +10,8 @@ from typing import Any
 from luthier.batch import Sample
 from luthier.config.sections import SourceConfig
 from luthier.data.formats.base import Row, Samples
+from luthier.data.formats.lost import Lost, lost_in
 from luthier.data.formats.messages import (
-    REASONING,
     message_weights,
     read_functions,
     read_messages,
@@ -91,22 +91,24 @@ class Conversations:
             train_on_input: train on all turns.
 
         Raises:
-            BadRow: it cannot be rendered, tools would be lost, or the trained tokens cannot be told.
+            BadRow: it cannot be rendered, something of it would be lost, or the trained tokens cannot be told.
         """
         heard = [message for message in messages if message["role"] != "system"]
         silent = not any(says_something(message) for message in messages if message["role"] == "assistant")
         if not heard or (silent and any(message["role"] == "assistant" for message in messages)):
             return None
         shown = self._renderable(messages, tools)
-        heard_turns = self._remark_on_lost_reasoning(shown, tools)
+        lost = self._lost(shown, tools)
+        heard_turns = [
+            {key: value for key, value in message.items() if (number, key) not in lost.reasoning}
+            for number, message in enumerate(shown)
+        ]
         counted = [1.0] * (len(messages) - len(weights)) + list(weights)
         # an assistant turn without a word would teach the model to stop at once
         counted = [
             0.0 if message["role"] == "assistant" and not says_something(message) else weight
             for message, weight in zip(heard_turns, counted, strict=True)
         ]
-        self._refuse_lost_tools(shown, tools)
-        self._remark_on_lost_content(shown, tools)
         masked = self._masker(shown, tools, counted, train_on_input)
         self.stop_ids |= masked.stops
         return Sample.from_ids(masked.ids, masked.weights) if len(masked.ids) > 1 else None
@@ -115,10 +117,10 @@ class Conversations:
         """The ids of a conversation up to where the next answer begins, the header of the answer's turn included.
 
         Raises:
-            BadRow: it cannot be rendered, or tools would be lost.
+            BadRow: it cannot be rendered, or something of it would be lost.
         """
         shown = self._renderable(messages, tools)
-        self._refuse_lost_tools(shown, tools)
+        self._lost(shown, tools)
         return self._masker.prompt_ids(shown, tools)
 
     def _renderable(
@@ -145,40 +147,33 @@ class Conversations:
         assert refused is not None
         raise refused
 
-    def _remark_on_lost_content(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> None:
-        for role in self._masker.changed_content(messages, tools):
-            self.remarks[f"with {role} text that the chat template leaves out or changes"] += 1
+    def _lost(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> Lost:
+        """What the template leaves out: reasoning and system messages, which are counted; of earlier turns most leave
+        their reasoning out by design.
 
-    def _remark_on_lost_reasoning(
-        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None
-    ) -> list[Mapping[str, Any]]:
-        """The messages without the reasoning that the template leaves out (of earlier turns most do, by design)."""
-        if not any(message.get(key) for message in messages for key in REASONING):
-            return list(messages)
+        Raises:
+            BadRow: it leaves something else out.
+        """
         text = self._masker.text(messages, tools)
-        kept: list[Mapping[str, Any]] = []
-        for message in messages:
-            lost = [key for key in REASONING if (said := message.get(key)) and str(said).strip() not in text]
-            kept.append({key: value for key, value in message.items() if key not in lost})
-            if lost:
-                self.remarks["with reasoning that the chat template leaves out"] += 1
-        return kept
-
-    def _refuse_lost_tools(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> None:
-        text = self._masker.text(messages, tools) if tools else ""
         if tools and text == self._masker.text(messages, None):
-            raise _lost("tools")
-        for index, message in enumerate(messages):
-            if message.get("tool_calls"):
-                without = [{k: v for k, v in m.items() if k != "tool_calls" or m is not message} for m in messages]
-                without[index]["content"] = message["content"] or ""
-                try:
-                    same = self._masker.text(messages, tools) == self._masker.text(without, tools)
-                except BadRow:
-                    same = False  # a template that insists on the call does not lose it
-                if same:
-                    raise _lost("tool_calls")
-                break
+            raise _left_out("tools", "tools")
+        lost = lost_in(text, lambda shown: self._masker.text(shown, tools), messages)
+        for number, place in lost.calls:
+            alone = len(messages[number]["tool_calls"]) == 1
+            raise _left_out("tool_calls" if alone else f"call {place + 1} of message {number + 1}", "tool_calls")
+        roles = {messages[number]["role"] for number in lost.contents}
+        for number in lost.contents:
+            if messages[number]["role"] != "system":
+                raise BadRow(
+                    f"the chat template leaves out what message {number + 1} ({messages[number]['role']}) says",
+                    reason="content that the chat template leaves out",
+                    remedy="name a template that renders it (data.chat_template)",
+                )
+        for role in roles | self._masker.changed_content(messages, text):
+            self.remarks[f"with {role} text that the chat template leaves out or changes"] += 1
+        for _ in {number for number, _ in lost.reasoning}:
+            self.remarks["with reasoning that the chat template leaves out"] += 1
+        return lost
 
 
 def with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
@@ -208,9 +203,9 @@ def _with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[
     ]
 
 
-def _lost(what: str) -> BadRow:
+def _left_out(what: str, kind: str) -> BadRow:
     return BadRow(
-        f"the chat template does not render {what}, so they would be lost",
-        reason=f"{what} that the chat template does not render",
+        f"the chat template does not render {what}, which would be lost",
+        reason=f"{kind} that the chat template does not render",
         remedy="name a template that does (data.chat_template)",
     )
