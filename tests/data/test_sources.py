@@ -199,6 +199,12 @@ def test_csv_that_is_not_utf8_goes_on_after_the_bad_row(tmp_path):
     assert "Latin-1" in str(bad)
     assert where == f"{path}:2"
     assert good == {"a": "2", "b": "3"}
+    # the quotes of a line that is not UTF-8 hold still: what follows within them is no row of its own
+    path.write_bytes(b'a,b\n1,"caf\xe9\nmiddle, of it\nend"\n2,"x\n\xe9\ny"\n3,4\n')
+    first, second, (good, _) = read(path)
+    assert [where for _, where in (first, second)] == [f"{path}:2", f"{path}:6"]
+    assert all("UTF-8" in str(bad) for bad, _ in (first, second))
+    assert good == {"a": "3", "b": "4"}
 
 
 def test_csv_headers_that_cannot_be_used(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from luthier.data.report import BadRow
-from luthier.data.sources.lines import lines
+from luthier.data.sources.lines import escaped_lines, not_utf8
 from luthier.data.sources.origin import Origin
 from luthier.errors import DataError
 
@@ -17,22 +17,28 @@ _SEPARATORS = ",;\t|"
 
 
 class _Feed:
-    """Lines for csv.reader; keeps a line that is not UTF-8 from ending the iteration."""
+    """Lines for csv.reader.
+
+    One that is not UTF-8 is fed with its bytes escaped: its quotes say where the record ends, which is bad as a whole.
+
+    Attributes:
+        number: of the newest line.
+        bad: what is wrong with the first line of the record that is not UTF-8, and where it is.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._lines = lines(path)
+        self._path = path
+        self._lines = escaped_lines(path)
         self.number = 0
-        self.bad: BadRow | None = None
+        self.bad: tuple[BadRow, Origin] | None = None
 
     def __iter__(self) -> _Feed:
         return self
 
     def __next__(self) -> str:
         self.number, line = next(self._lines)
-        if isinstance(line, BadRow):
-            self.bad = line
-            # a placeholder of one field: the row is reported as bad whatever it holds
-            return "\n"
+        if self.bad is None and (fault := not_utf8(line)) is not None:
+            self.bad = fault, Origin(str(self._path), self.number)
         return line
 
 
@@ -45,8 +51,6 @@ def read_csv(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
     csv.field_size_limit(sys.maxsize)
     feed = _Feed(path)
     header_line = next((line for line in feed if line.strip()), None)
-    if feed.bad is not None:
-        raise feed.bad.at(f"{path}:{feed.number}")
     if header_line is None:
         return
     separator = "\t" if ".tsv" in path.suffixes else _separator(header_line)
@@ -56,6 +60,9 @@ def read_csv(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
         header = next(reader)
     except csv.Error as error:
         raise DataError(f"the header cannot be read ({error})", where=f"{path}:1") from error
+    if feed.bad is not None:
+        fault, place = feed.bad
+        raise fault.at(str(place))
     _check_header(header, path)
     while True:
         start = feed.number + 1
@@ -69,7 +76,7 @@ def read_csv(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
             yield BadRow(f"the record that begins here cannot be read ({error})", reason="not CSV"), origin
             continue
         if feed.bad is not None:
-            yield feed.bad, Origin(str(path), feed.number)
+            yield feed.bad
         elif not record or (len(record) == 1 and not record[0].strip() and len(header) > 1):
             continue
         elif len(record) != len(header):

@@ -60,13 +60,22 @@ def lines(path: Path) -> Iterator[tuple[int, str | BadRow]]:
     Raises:
         DataError: the file cannot be read, or is UTF-16 or UTF-32.
     """
+    for number, text in escaped_lines(path):
+        yield number, not_utf8(text) or text
+
+
+def escaped_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The same, with bytes that are not UTF-8 in the text as `not_utf8` knows them: for rows of more than one line.
+
+    Raises:
+        DataError: as of `lines`.
+    """
     with opened(path) as stream:
         for number, line in enumerate(stream, start=1):
             if number == 1:
                 _refuse_wide(line, path)
                 line = line.removeprefix(codecs.BOM_UTF8)
-            text = line.decode("utf-8", errors="surrogateescape")
-            yield number, not_utf8(text) or text
+            yield number, line.decode("utf-8", errors="surrogateescape")
 
 
 def not_utf8(text: str) -> BadRow | None:
