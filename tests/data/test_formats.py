@@ -116,6 +116,10 @@ def test_no_eos_alone(tiny, rows_of, row):
         ({"messages": [{"role": "assistant", "tool_calls": {"name": "x"}}]}, {}, "no list of objects"),
         ({"messages": [], "tools": "{"}, {}, "'tools' holds text that is not JSON"),
         ({"messages": [], "tools": {"a": 1}}, {}, "no list of tools"),
+        # JSON in a column is read as strictly as JSON in a file
+        ({"messages": '[{"role": "user", "role": "tool"}]'}, {}, "key 'role' stands there twice"),
+        ({"messages": "[" * 9000}, {}, "nested too deeply"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"arguments": '{"a":1,"a":2}'}]}]}, {}, "'a' stands"),
         ({"prompt": "a", "completion": 4}, {}, "'completion' holds int"),
         ({"conversations": [{"from": "function_call", "value": "hm"}]}, {}, "not JSON"),
     ],

@@ -28,6 +28,7 @@ from luthier.data.formats.chat import MESSAGE_COLUMNS
 from luthier.data.formats.instruct import ALIASES, FIELDS
 from luthier.data.picture_files import digest, keep, read
 from luthier.data.report import BadRow
+from luthier.data.sources.json_rows import json_value
 from luthier.errors import DataError
 from luthier.hf.sight import TAG, Sight
 
@@ -213,8 +214,8 @@ class _Walk:
     def column(self, name: str, value: Any) -> Any:
         if name in MESSAGE_COLUMNS and isinstance(value, str) and value.lstrip().startswith("["):
             try:
-                value = json.loads(value)
-            except ValueError:
+                value = json_value(value)
+            except BadRow:
                 return value  # the format says what is wrong with it
         if isinstance(value, str):
             return self.text(value)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from luthier.data.report import BadRow
+from luthier.data.sources.json_rows import json_value
 
 ROLES = {
     "human": "user",
@@ -167,9 +167,10 @@ def _tool_calls(calls: Any, number: int) -> list[dict[str, Any]]:
         # OpenAI writes arguments as JSON text, templates print them as JSON: text would be quoted twice
         if isinstance(inner.get("arguments"), str):
             try:
-                inner["arguments"] = json.loads(inner["arguments"])
-            except ValueError:
-                raise _bad(f"the arguments of a tool call of message {number} are not JSON") from None
+                inner["arguments"] = json_value(inner["arguments"])
+            except BadRow as fault:
+                what = f"the arguments of a tool call of message {number} are not JSON"
+                raise _bad(f"{what}: {_clause(fault)}") from fault
         read.append({**call, "function": inner} if "function" in call else inner)
     return read
 
@@ -184,9 +185,13 @@ def _calls_of_text(content: Any, number: int) -> list[dict[str, Any]]:
 
 def _from_json(text: str, column: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError:
-        raise _bad(f"{column!r} holds text that is not JSON") from None
+        return json_value(text)
+    except BadRow as fault:
+        raise _bad(f"{column!r} holds text that is not JSON: {_clause(fault)}") from fault
+
+
+def _clause(fault: BadRow) -> str:
+    return fault.what.removeprefix("is not JSON: ")
 
 
 def _bad(what: str) -> BadRow:

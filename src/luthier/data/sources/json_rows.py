@@ -56,15 +56,27 @@ def read_jsonl(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
 
 def _parse(line: str) -> dict[str, Any] | BadRow:
     try:
-        return _checked(_DECODER.decode(line))
+        return _checked(json_value(line))
+    except BadRow as fault:
+        return fault
+
+
+def json_value(text: str) -> Any:
+    """What a JSON text says: a line of a file, or a text in a column.
+
+    Raises:
+        BadRow: it is not JSON, names a key twice or is nested too deeply.
+    """
+    try:
+        return _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        return BadRow(f"is not JSON: {_reason(error)} at column {error.colno}", reason="not JSON")
+        raise BadRow(f"is not JSON: {_reason(error)} at column {error.colno}", reason="not JSON") from error
     except _DoubledKeyError as error:
-        return BadRow(str(error), reason="a key that stands there twice")
-    except RecursionError:
-        return BadRow("is nested too deeply to be read", reason="not JSON")
+        raise BadRow(str(error), reason="a key that stands there twice") from error
+    except RecursionError as error:
+        raise BadRow("is nested too deeply to be read", reason="not JSON") from error
     except ValueError as error:
-        return BadRow(f"is not JSON that can be read: {error}", reason="not JSON")
+        raise BadRow(f"is not JSON that can be read: {error}", reason="not JSON") from error
 
 
 def read_json(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
@@ -87,13 +99,14 @@ def read_json(path: Path) -> Iterator[tuple[dict[str, Any] | BadRow, Origin]]:
         line += text.count("\n", counted, place)
         counted = place
         try:
-            value, end = _DECODER.raw_decode(text, place)
+            try:
+                value, end = _DECODER.raw_decode(text, place)
+            except _DoubledKeyError as error:
+                # the place of the key is not known, but the object is JSON otherwise, so the next one can be found
+                fault = BadRow(str(error), reason="a key that stands there twice")
+                value, end = fault, json.JSONDecoder(parse_int=_integer).raw_decode(text, place)[1]
         except json.JSONDecodeError as error:
             raise _broken(path, text, error.pos, _reason(error)) from error
-        except _DoubledKeyError as error:
-            # the place of the key is not known, but the object is JSON otherwise, so the next one can be found
-            fault = BadRow(str(error), reason="a key that stands there twice")
-            value, end = fault, json.JSONDecoder(parse_int=_integer).raw_decode(text, place)[1]
         except RecursionError as error:
             raise _broken(path, text, place, "nested too deeply to be read") from error
         number += 1
