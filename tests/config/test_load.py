@@ -163,7 +163,7 @@ OTHER_VALUES = {
     "parallel": "{dp_shard: 2, tp: 2}",
     "moe": "{aux_loss: 0.01}",
     "checkpoint": "{every: 7}",
-    "evaluation": "{every: 7, early_stopping: 2}",
+    "evaluation": "{every: 7, rows: 2}",
     "generation": "{top_k: 3}",
     "report": "{trackers: [wandb, trackio]}",
     "report.trackers": "[wandb, mlflow]",
@@ -174,7 +174,7 @@ OTHER_VALUES = {
 COMPANIONS = {
     "adapter": ["adapter.rank=2"],
     "data.validation.": ["data.validation.path=v.jsonl"],
-    "evaluation.early_stopping": ["evaluation.every=5"],
+    "evaluation.early_stopping": ["evaluation.every=5", "data.validation=v.jsonl"],
     "train.steps": ["train.epochs=null"],
     "train.epochs": ["train.steps=null"],
     "train.rows_per_step": ["train.tokens_per_step=null"],
@@ -379,6 +379,14 @@ def test_faults_on_the_command_line(overrides: list[str], sentence: str, example
     message = fault(example, *overrides)
     assert message.endswith(sentence)
     assert message.startswith(("command line: ", f"{example}:8: "))
+
+
+def test_stopping_early_needs_rows_to_measure_on(example: Path) -> None:
+    asked = "evaluation={every: 1, early_stopping: 2}"
+    told = "evaluation.early_stopping needs rows to measure on; name them in data.validation"
+    assert fault(example, asked) == f"{example}: {told}"
+    for rows in ("data.validation=v.jsonl", "data.validation_fraction=0.1"):
+        assert load_config(example, [asked, rows]).evaluation.early_stopping == 2
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,10 @@ BASE: dict[str, Any] = {"model": "a/b", "data": {"train": [{"path": "rows.jsonl"
         ({"parallel": {"ep": 2}}, "parallel.ep: there is no expert parallelism here"),
         ({"parallel": {"cpu_offload": True}}, "parallel.cpu_offload: weights are not sharded here"),
         ({"moe": {"bias_update_rate": 0.1}}, "moe.bias_update_rate: SFTTrainer moves no biases"),
-        ({"evaluation": {"every": 1, "early_stopping": 2}}, "evaluation.early_stopping: SFTTrainer goes on"),
+        (
+            {"evaluation": {"every": 1, "early_stopping": 2}, "data": {"train": "x", "validation": "y"}},
+            "evaluation.early_stopping: SFTTrainer goes on",
+        ),
         ({"train": {"stepz": 1}}, "train.stepz: is not a known key"),
     ],
 )

@@ -100,6 +100,13 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _stopping_early_has_rows_to_measure_on(self) -> RunConfig:
+        held_out = self.data.validation is not None or self.data.validation_fraction is not None
+        if self.evaluation.early_stopping is not None and not held_out:
+            raise ValueError("evaluation.early_stopping needs rows to measure on; name them in data.validation")
+        return self
+
+    @model_validator(mode="after")
     def _quantised_weights_are_not_saved_or_compiled(self) -> RunConfig:
         quantized = isinstance(self.adapter, LoraConfig) and self.adapter.quantize
         if self.checkpoint.trainable_only is False and quantized:
