@@ -105,6 +105,17 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     assert [path.name for path in committed(tmp_path)] == ["step-000002", "step-000004", "step-000005"]
 
 
+def test_scores_of_other_rows_do_not_compare(tmp_path: Path) -> None:
+    state = small_state(1)
+    writer = Checkpointer(tmp_path, keep=1, asynchronous=False)
+    for score, of in [(1.0, "a"), (None, None), (3.0, "b"), (4.0, "b")]:
+        take_steps(state, 1)
+        writer.save(state, {}, score=score, score_of=of)
+        if score is None:  # what was best stays so for as long as nothing newer is measured
+            assert [path.name for path in committed(tmp_path)] == ["step-000001", "step-000002"]
+    assert [path.name for path in committed(tmp_path)] == ["step-000003", "step-000004"]
+
+
 def test_half_written_checkpoints_are_never_taken(tmp_path: Path) -> None:
     state = small_state(1)
     writer = Checkpointer(tmp_path, asynchronous=False)

@@ -119,13 +119,22 @@ def _damaged(checkpoint: Path, error: Exception, file: str = _RECORD) -> Checkpo
     return CheckpointError(f"{file} is damaged ({reason})", where=str(checkpoint), remedy=_USE_OLDER)
 
 
-def _score(checkpoint: Path) -> float | None:
-    """The validation loss that a checkpoint was taken at; one whose record is damaged is nobody's best."""
+def _score(checkpoint: Path) -> tuple[float, Any] | None:
+    """The validation loss that a checkpoint was taken at, and what it is of; one whose record is damaged is nobody's
+    best."""
     try:
-        score = read_record(checkpoint).get("score")
+        record = read_record(checkpoint)
     except CheckpointError:
         return None
-    return float(score) if isinstance(score, int | float) else None
+    score = record.get("score")
+    return (float(score), record.get("score_of")) if isinstance(score, int | float) else None
+
+
+def _best(checkpoints: list[Path]) -> Path | None:
+    """The checkpoint of the lowest score, oldest first; only of what the newest score is of, others do not compare."""
+    scores = {path: score for path in checkpoints if (score := _score(path)) is not None}
+    of = next((of for _, of in reversed(scores.values())), None)
+    return min((path for path in scores if scores[path][1] == of), key=lambda path: scores[path][0], default=None)
 
 
 def check_unchanged(taken_of: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
@@ -190,7 +199,9 @@ class Checkpointer:
         for path in committed(self.directory):
             self._remove(path)
 
-    def save(self, state: TrainState, record: dict[str, Any], *, score: float | None = None) -> None:
+    def save(
+        self, state: TrainState, record: dict[str, Any], *, score: float | None = None, score_of: str | None = None
+    ) -> None:
         """Write a checkpoint of this very moment; returns once the tensors are copied when asynchronous.
 
         On a layout all ranks call this at the same step.
@@ -199,6 +210,7 @@ class Checkpointer:
             state: what is saved; it may go on changing after the return.
             record: JSON-able facts of the recipe (loader place, what the run is of, best score).
             score: validation loss at this step, lower is better.
+            score_of: names the rows that it was measured on.
         """
         self.wait()
         name = f"step-{state.counters.step:06d}"
@@ -229,6 +241,7 @@ class Checkpointer:
             "layout": _layout(state.mesh),
             "optimizer": scalars,
             "score": score,
+            "score_of": score_of,
         }
         parts = blocks_to_write(tensors, holders, rank_in(group))
         random = (_random_file(state.mesh), randomness.capture())
@@ -353,10 +366,8 @@ class Checkpointer:
     def _prune(self) -> None:
         found = committed(self.directory)
         kept = set(found[-self._keep :])
-        if self._keep_best:
-            scores = {path: score for path in found if (score := _score(path)) is not None}
-            if scores:
-                kept.add(min(scores, key=lambda path: scores[path]))
+        if self._keep_best and (best := _best(found)) is not None:
+            kept.add(best)
         for path in found:
             if path not in kept:
                 self._remove(path)

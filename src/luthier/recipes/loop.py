@@ -147,7 +147,9 @@ def update(
 
 def noted(run: Run, result: Measured) -> None:
     """What a measurement means for the best checkpoint and for stopping early."""
+    assert run.held_out is not None
     course, step = run.course, run.state.counters.step
+    course.measured_on = run.held_out.fingerprint
     course.validation = {"step": step, **result.to_dict()}
     # A loss that is not finite is never the best: nothing would ever be lower than NaN.
     if math.isfinite(result.loss) and (course.best_loss is None or result.loss < course.best_loss):

@@ -53,6 +53,8 @@ class Course:
     best_step: int | None = None
     waited: int = 0
     """Measurements in a row without a lower loss."""
+    measured_on: str | None = None
+    """Fingerprint of the rows that all of these are of."""
     loss: float | None = None
     """Of the newest step."""
     skips: int = 0
@@ -238,7 +240,7 @@ def save(run: Run) -> None:
         "course": asdict(run.course),
         "stop_ids": run.stop_ids,
     }
-    run.checkpoints.save(run.state, record, score=score)
+    run.checkpoints.save(run.state, record, score=score, score_of=run.course.measured_on)
 
 
 def go_on(run: Run, checkpoint: Path) -> None:
@@ -254,6 +256,9 @@ def go_on(run: Run, checkpoint: Path) -> None:
         run.total = run.loader.steps_total()
         run.random_states = random_states(checkpoint, run.state.mesh)
         run.course = Course(**record["course"])
+    if run.held_out is not None and run.course.measured_on not in (None, run.held_out.fingerprint):
+        logger.warning("the validation rows are others than before: the best loss and the patience begin anew")
+        run.course = Course(loss=run.course.loss, skips=run.course.skips)
     run.checkpoints.load(run.state, checkpoint)
     if run.loader.past_end:
         raise CheckpointError(
