@@ -216,6 +216,46 @@ def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert answer.err == "error: the disk: No space left on device; free some space\n"
 
 
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_a_stream_that_is_closed_is_an_empty_one(tmp_path: Path, closed: tuple[int, ...]) -> None:
+    """As `<&-` and some supervisors leave it: no traceback, and no file takes its number and what is meant for it."""
+    code = (
+        f"import os, sys\nfor number in {closed}: os.close(number)\n"
+        f"sys.stdin, sys.stdout, sys.stderr = [None if n in {closed} else s"
+        " for n, s in enumerate((sys.stdin, sys.stdout, sys.stderr))]\n"
+        "from luthier.cli.main import main\n"
+        "codes = [main(['validate', 'model=m', 'data=d', '--json']), main(['generate', '--model=m'])]\n"
+        f"file = open({str(tmp_path / 'codes')!r}, 'w')\n"
+        "print(*codes, file.fileno() > 2, file=file)"
+    )
+    done = run(code=code)
+    assert (tmp_path / "codes").read_text() == "0 2 True\n"
+    assert ("valid" in done.stdout) == (1 not in closed)
+    assert ("nothing to answer" in done.stderr) == (2 not in closed)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["validate", "model=m", "data=d"], ["validate", "none.yaml"]])
+def test_an_answer_that_cannot_be_written_is_a_sentence(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "luthier", *words, "--json"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    told = "none.yaml: there is no" if "none.yaml" in words else "the disk: No space left on device; free some space"
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {told}")
+    assert done.stderr.count("\n") == 1
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True)
+    assert done.returncode == (2 if "none.yaml" in words else 0)
+
+
+def test_a_character_that_the_terminal_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert main(["validate", "model=m", "data=d", "output=Käse"]) == 0
+    assert b"output: K\\xe4se" in screen.buffer.getvalue()
+
+
 def test_an_error_of_a_log_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     Border(as_json=False).fail("j: has failed:\nerror: rows.jsonl:3: is not JSON", {}, "JobFailedError", 2, sys.stdout)
     assert capsys.readouterr().err == "error: j: has failed:\nerror: rows.jsonl:3: is not JSON\n"

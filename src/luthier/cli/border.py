@@ -6,12 +6,24 @@ import io
 import os
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any, TextIO
 
 from luthier import launch
 from luthier.cli.frame import Answer, entries, to_json
 from luthier.errors import EXIT_USER_ERROR, UserError
 from luthier.launch.records import OUTCOME, tell_answer, tell_failure
+
+
+def discard(out: TextIO) -> None:
+    """Let what is not written yet go nowhere; Python would complain again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+
+
+def _complain(text: str) -> None:
+    """Say what went wrong; where standard error cannot be written, the exit code says it alone."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 class Border:
@@ -63,7 +75,7 @@ class Border:
             return outcome.code
         if failure.code == EXIT_USER_ERROR or failure.kind == "Interrupted":
             return self.fail(failure.message, failure.details, failure.kind, outcome.code, out)
-        print(failure.report(), file=sys.stderr)
+        _complain(failure.report())
         self._error_object(failure.message, {}, failure.kind, out)
         return outcome.code
 
@@ -73,7 +85,7 @@ class Border:
         if not self.launched or self.rank:
             for line in message.splitlines() or [kind]:
                 line = line.removeprefix("error: ")  # that of a job's log, which is told along
-                print(f"error: {line}" if code == EXIT_USER_ERROR else line, file=sys.stderr)
+                _complain(f"error: {line}" if code == EXIT_USER_ERROR else line)
         self._error_object(message, details, kind, out)
         return code
 
@@ -83,13 +95,16 @@ class Border:
         trace = "".join(traceback.format_exception(error))
         tell_failure(launch.Failure("InternalError", message, 1, traceback=trace))
         if not self.launched or self.rank:
-            print(trace, end="", file=sys.stderr)
+            _complain(trace.removesuffix("\n"))
         self._error_object(message, {}, "InternalError", out)
         return 1
 
     def _error_object(self, message: str, details: dict[str, Any], kind: str, out: TextIO) -> None:
         if self.as_json and not self.launched and not self.rank:
-            print(to_json({"error": {"kind": kind, "message": message, **details}}), file=out, flush=True)
+            try:
+                print(to_json({"error": {"kind": kind, "message": message, **details}}), file=out, flush=True)
+            except OSError:  # what has gone wrong may be this very stream: a full disk, a reader that has left
+                discard(out)
 
     def _print(self, answer: Answer, out: TextIO) -> None:
         if self.as_json:

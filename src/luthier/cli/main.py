@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typer.exceptions import TyperException
 from typer.main import get_command
 
 from luthier import __version__, launch
-from luthier.cli.border import Border
+from luthier.cli.border import Border, discard
 from luthier.cli.frame import Answer
 from luthier.errors import EXIT_USER_ERROR, UserError
 from luthier.launch.world import heed_launcher
@@ -88,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 for a fault of Luthier's own, 2 for one that the user can mend, 130 or 143 when interrupted.
     """
+    _open_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     # What a rank is started with: this very command, with whatever the interpreter was told.
     command = [sys.executable, *(sys.orig_argv[1:] if argv is None else ["-m", "luthier", *words])]
@@ -117,8 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = error.code if isinstance(error.code, int) else 1
             return border.fail("interrupted", {}, "Interrupted", code, out)
         except BrokenPipeError:
-            # Whoever read standard output has left; Python would complain again when it flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+            discard(out)  # whoever read it has left
             return 1
         except OSError as error:
             if error.filename is None and error.errno not in _FULL:
@@ -128,6 +129,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             return border.fail(message, {}, type(error).__name__, EXIT_USER_ERROR, out)
         except Exception as error:
             return border.crash(error, out)
+
+
+def _open_streams() -> None:
+    """Let a stream that was closed before the start (`<&-`, some supervisors) be an empty one.
+
+    Else the next file that is opened would take its number, and what is meant for the stream would land in that file.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            if nothing != number:
+                os.dup2(nothing, number)
+                os.close(nothing)
+            os.set_inheritable(number, True)  # ranks that are started from here have it too
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
 def _usage(error: TyperException) -> str:
@@ -142,6 +161,9 @@ def _usage(error: TyperException) -> str:
 def _standard_output(*, reserved: bool) -> Iterator[TextIO]:
     """Where the answer goes. Reserved: what any library writes to standard output goes to standard error."""
     if not reserved:
+        # a terminal or a file may have an encoding that lacks a character of the answer
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
         yield sys.stdout
         return
     sys.stdout.flush()
