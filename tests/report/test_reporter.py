@@ -184,3 +184,19 @@ def test_the_log_leaves_no_handler_behind(tmp_path: Path) -> None:
     with run_log(tmp_path / "log.txt"):
         assert len(top.handlers) == len(before[0]) + 2
     assert (top.handlers, top.level) == before
+
+
+def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    with run_log(tmp_path / "log.txt"):
+        for word in ("one", "two"):
+            logging.getLogger("luthier.test").info(word)
+    one, said, two = capsys.readouterr().err.splitlines()
+    assert (one, two) == ("one", "two")
+    assert "log.txt cannot be written (No space left on device); the run goes on without it" in said
+
+
+def test_a_log_takes_any_name_of_a_file(tmp_path: Path) -> None:
+    with run_log(tmp_path / "log.txt"):
+        logging.getLogger("luthier.test").info("n\udcff.jsonl:1 is cut")
+    assert (tmp_path / "log.txt").read_text(encoding="utf-8").endswith("n\\udcff.jsonl:1 is cut\n")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -206,6 +207,28 @@ class _ConsoleHandler(logging.Handler):
             self.handleError(record)
 
 
+class _FileHandler(logging.FileHandler):
+    """Log records at the end of a file. A run whose log cannot be written goes on, and says so once."""
+
+    _told = False
+
+    def __init__(self, path: Path) -> None:
+        # names of files may hold bytes that are not UTF-8
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            TERMINAL.print(f"{self.baseFilename} cannot be written ({error.strerror}); the run goes on without it")
+
+    def close(self) -> None:
+        with suppress(OSError):  # what is not written yet is written once more
+            super().close()
+
+
 @contextmanager
 def run_log(path: Path | None = None) -> Iterator[None]:
     """Send what Luthier logs to standard error and, with times, to the end of a file.
@@ -218,7 +241,7 @@ def run_log(path: Path | None = None) -> Iterator[None]:
     console.setFormatter(logging.Formatter("%(message)s"))
     handlers: list[logging.Handler] = [console]
     if path is not None:
-        file = logging.FileHandler(path, encoding="utf-8")
+        file = _FileHandler(path)
         formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%SZ")
         formatter.converter = time.gmtime
         file.setFormatter(formatter)
