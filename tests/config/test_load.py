@@ -206,6 +206,7 @@ def companions(path: str) -> list[str]:
     ]:
         if path == f"{section}.{key}":
             found = [f"{section}={{{'kind' if section == 'adapter' else 'name'}: {name}}}"]
+            found += ["optimizer.momentum=0.5"] if key == "nesterov" else []
     if path.startswith("method.") and path != "method.name":
         owner = next(s for s in shape_of(RunConfig).child("method").sections if path[7:] in s.model_fields)
         name = shape_of(RunConfig).child("method").tags(owner)[0]
@@ -373,12 +374,23 @@ def test_defaults_fill_what_a_command_does_not_need() -> None:
             "train.precision: fp16 is not offered, since its gradients overflow without loss scaling; use bf16",
         ),
         (["train.epochs=1"], "train: epochs and steps exclude each other; leave one of them out"),
+        # what torch refuses, or what makes every weight NaN, while the first loss still looks well
+        (["optimizer.betas=[0.9, 1.0]"], "optimizer.betas.1: must be less than 1, not 1"),
+        (["optimizer={name: muon, ns_steps: 100}"], "optimizer.ns_steps: must be less than 100, not 100"),
+        (["optimizer={name: adafactor, beta2_decay: 0.8}"], "optimizer.beta2_decay: must be at most 0, not 0.8"),
+        (["optimizer={name: sgd, nesterov: true}"], "optimizer: nesterov needs a momentum"),
     ],
 )
 def test_faults_on_the_command_line(overrides: list[str], sentence: str, example: Path) -> None:
     message = fault(example, *overrides)
     assert message.endswith(sentence)
     assert message.startswith(("command line: ", f"{example}:8: "))
+
+
+@pytest.mark.parametrize("key", ["model", "output", "data.train.0.path", "data.chat_template"])
+def test_a_nul_in_a_path_is_refused(key: str, example: Path) -> None:
+    """YAML can write one, and no system call takes it."""
+    assert fault(example, f"{key}=a\0b").endswith(f"{key}: holds a NUL, which no path can")
 
 
 def test_stopping_early_needs_rows_to_measure_on(example: Path) -> None:

@@ -7,8 +7,16 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+
+def path_text(value: str) -> str:
+    """A text that may name a file, with the home directory for a leading `~`."""
+    if "\0" in value:
+        raise ValueError("holds a NUL, which no path can")
+    return os.path.expanduser(value)
+
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(path_text)]
 """Text that may name a file: a leading `~` is the home directory; relative paths start at the working directory."""
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from luthier.config.adapters import AdapterConfig
-from luthier.config.base import PathText, Section
+from luthier.config.base import PathText, Section, path_text
 from luthier.config.kinds import set_kind
 from luthier.config.methods import MethodConfig, SftConfig
 from luthier.config.schedules import ConstantSchedule, ScheduleConfig
@@ -76,7 +76,7 @@ class RunConfig(Section):
     def _named(cls, value: Any) -> Any:
         if value == "":
             raise ValueError("is empty; name a directory, . for this one")
-        return value
+        return path_text(value) if isinstance(value, str) else value
 
     @field_validator("output")
     @classmethod

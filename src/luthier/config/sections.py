@@ -11,6 +11,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    NonPositiveFloat,
     PositiveFloat,
     PositiveInt,
     PrivateAttr,
@@ -156,6 +157,10 @@ class LoraConfig(Section):
         return self
 
 
+_Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+"""How much of a moment is kept; of one that keeps all, the bias is never corrected, and weights become NaN."""
+
+
 class _OptimizerBase(Section):
     learning_rate: NonNegativeFloat = 1.0e-4
     weight_decay: NonNegativeFloat = 0.0
@@ -166,7 +171,7 @@ class _OptimizerBase(Section):
 
 class AdamWConfig(_OptimizerBase):
     name: Literal["adamw"] = "adamw"
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     epsilon: PositiveFloat = 1.0e-8
     state_dtype: Literal["fp32", "int8"] = "fp32"
     """Dtype of the two moments; int8 is bitsandbytes' 8 bits in blocks (Dettmers et al. 2021)."""
@@ -176,7 +181,7 @@ class StochasticAdamWConfig(_OptimizerBase):
     """AdamW on bf16 weights: fp32 arithmetic and gradients, weights rounded stochastically."""
 
     name: Literal["stochastic_adamw"]
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     epsilon: PositiveFloat = 1.0e-8
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Dtype of the two moments; int8 as of adamw."""
@@ -187,12 +192,18 @@ class SGDConfig(_OptimizerBase):
     momentum: Fraction = 0.0
     nesterov: bool = False
 
+    @model_validator(mode="after")
+    def _something_to_look_ahead_with(self) -> SGDConfig:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum")
+        return self
+
 
 class AdafactorConfig(_OptimizerBase):
     """torch.optim.Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235)."""
 
     name: Literal["adafactor"]
-    beta2_decay: float = -0.8
+    beta2_decay: NonPositiveFloat = -0.8
     clip_threshold: PositiveFloat = 1.0
 
 
@@ -202,8 +213,8 @@ class MuonConfig(_OptimizerBase):
     name: Literal["muon"]
     momentum: Fraction = 0.95
     nesterov: bool = True
-    ns_steps: PositiveInt = 5
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    ns_steps: Annotated[int, Field(gt=0, lt=100)] = 5
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     epsilon: PositiveFloat = 1.0e-8
     adamw_learning_rate: NonNegativeFloat | None = None
     """Learning rate of the AdamW part; the same as learning_rate when left out."""
