@@ -1,4 +1,4 @@
-"""A run that goes on with something else than it began with: what does not compare any more is not compared."""
+"""A run that goes on: what it has learnt before counts, and what does not compare any more is not compared."""
 
 import json
 from pathlib import Path
@@ -41,3 +41,37 @@ def test_other_validation_rows_begin_the_best_and_the_patience_anew(tmp_path: Pa
     assert (second["steps"], second["stopped_early"]) == (7, True)
     assert [path.name for path in committed(tmp_path / "run" / "checkpoints")] == ["step-000004", "step-000007"]
     assert "the validation rows are others than before" in (tmp_path / "run" / "log.txt").read_text()
+
+
+CALLS_END_OTHERWISE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+    "{{ (m.tool_calls | tojson) + '<|pad|>' if m.tool_calls else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_stream_exports_all_tokens_that_ended_turns(tmp_path: Path) -> None:
+    """Also those of rows that were read after the start, or before the place that the run went on from."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    called = [plain[0], call, {"role": "tool", "content": "c"}, plain[1]]
+    rows = [{"messages": messages} for messages in (plain, called, plain, plain, plain, plain)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "template.jinja").write_text(CALLS_END_OTHERWISE)
+
+    def stops(name: str, streaming: bool, steps: int) -> set[int]:
+        data = {"train": str(tmp_path / "rows.jsonl"), "chat_template": str(tmp_path / "template.jinja")}
+        values = {
+            "model": "debug:llama",
+            "data": {**data, "streaming": streaming, "shuffle": False, "cache": False},
+            "train": {"steps": steps, "rows_per_step": 2, "precision": "fp32"},
+            "output": str(tmp_path / name),
+        }
+        train(RunConfig.model_validate(values))
+        written = json.loads((tmp_path / name / "export" / "generation_config.json").read_text())
+        return set(written["eos_token_id"])
+
+    wanted = stops("whole", streaming=False, steps=1)
+    assert len(wanted) == 3
+    assert stops("stream", streaming=True, steps=1) == wanted
+    assert stops("stream", streaming=True, steps=2) == wanted

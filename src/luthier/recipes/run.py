@@ -71,7 +71,6 @@ class Run:
     loader: Loader
     held_out: Rows | None
     checkpoints: Checkpointer
-    stop_ids: list[int]
     of: dict[str, Any]
     rows: Rows | StreamRows
     total: int
@@ -90,6 +89,13 @@ class Run:
     """What the newest step was taken with."""
     kept: dict[str, Any] = field(default_factory=dict)
     """What a recipe has made ready for all its steps, by name."""
+    stopped: list[int] = field(default_factory=list)
+    """Stop tokens of the rows before the place that the run goes on from; a stream does not come to these again."""
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Tokens that ended what the model is to say: of a stream, in the rows that have been read so far."""
+        return list(dict.fromkeys([*self.stopped, *self.rows.stop_ids]))
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make` gave when it was asked for first; making it leaves the random state as it was."""
@@ -202,7 +208,6 @@ def open_run(
             trainable_only=trainable_only(config),
             asynchronous=config.checkpoint.asynchronous,
         ),
-        stop_ids=list(rows.stop_ids),
         of=identity(config, state),
         rows=rows,
         interruption=interruption,
@@ -256,6 +261,7 @@ def go_on(run: Run, checkpoint: Path) -> None:
         run.total = run.loader.steps_total()
         run.random_states = random_states(checkpoint, run.state.mesh)
         run.course = Course(**record["course"])
+        run.stopped = [int(token) for token in record["stop_ids"]]
     if run.held_out is not None and run.course.measured_on not in (None, run.held_out.fingerprint):
         logger.warning("the validation rows are others than before: the best loss and the patience begin anew")
         run.course = Course(loss=run.course.loss, skips=run.course.skips)
