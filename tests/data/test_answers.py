@@ -92,6 +92,22 @@ def test_conversations_as_data_sets_write_them_are_one_pair(smol: Any, row: dict
         )
 
 
+ASIDE = [
+    ([said("four") | {"weight": 0}, {"role": "user", "content": "sure?"}, said("yes")], [said("5")]),
+    ([said("5")], [said(""), {"role": "user", "content": "well?"}, said("6")]),
+    ([{"role": "user", "content": "and 3+3?"}, said("6")], [{"role": "user", "content": "then 3+3?"}, said("7")]),
+]
+
+
+@pytest.mark.parametrize("sides", ASIDE)
+def test_what_stands_before_an_answers_first_trained_turn_does_not_train(smol: Any, sides: tuple[Any, Any]) -> None:
+    chosen, rejected = sides
+    sample = made(smol, {"prompt": [USER], "chosen": chosen, "rejected": rejected}, "preference", "pairs")
+    for document, answer in zip(sample.documents, sides, strict=True):
+        alone = made(smol, {"messages": [USER, *answer]}, "chat", "documents")
+        assert spans(smol, document) == spans(smol, alone)
+
+
 def test_texts_that_repeat_their_prompt(tiny: Any) -> None:
     sample = made(tiny, {"chosen": "Q: a?\nA: b", "rejected": "Q: a?\nA: c"}, "preference", "pairs")
     assert [spans(tiny, document) for document in sample.documents] == [[" b" + EOS], [" c" + EOS]]

@@ -12,7 +12,7 @@ from luthier.batch import Sample
 from luthier.config.sections import SourceConfig
 from luthier.data.formats.base import Row, plain_sample
 from luthier.data.formats.chat import Conversations, with_system
-from luthier.data.formats.messages import message_weights, read_messages, read_tools
+from luthier.data.formats.messages import message_weights, read_messages, read_tools, says_something
 from luthier.data.report import BadRow
 from luthier.errors import ConfigError
 from luthier.hf.render import Encoder, Tokenizer
@@ -181,9 +181,15 @@ def _alike(texts: Sequence[str]) -> int:
     return size - 1 if size and texts[0][size - 1] == " " else size
 
 
-def pair(chosen: Sample, rejected: Sample) -> Sample | None:
+def pair(chosen: Sample, rejected: Sample, *, begin_alike: bool = True) -> Sample | None:
     """A row of two answers to one prompt, the preferred one first. Both train from where the ids of prompt and answer
     part in either, so that tokens which merge across the border count on both sides or on none.
+
+    Args:
+        chosen: the prompt with the preferred answer.
+        rejected: the prompt with the other.
+        begin_alike: whether both train from where the prompt ends (`begins_trained`). Of other answers each trains what
+            it is marked with: what lies before that is theirs, and not to be trained.
 
     Returns:
         None where an answer has no trained token.
@@ -195,6 +201,15 @@ def pair(chosen: Sample, rejected: Sample) -> Sample | None:
     sides = []
     for sample, begin in zip((chosen, rejected), first, strict=True):
         weights = sample.weights.copy()
-        weights[start:begin] = weights[begin]
+        if begin_alike:
+            weights[start:begin] = weights[begin]
         sides.append(Sample(sample.tokens, sample.targets, weights))
     return Sample.join(sides)
+
+
+def begins_trained(answer: Said) -> bool:
+    """Whether an answer trains from its very beginning: text does, messages where the first of them is trained on."""
+    if isinstance(answer, str):
+        return True
+    first = answer[0]
+    return first["role"] == "assistant" and first.get("weight") != 0 and says_something(first)

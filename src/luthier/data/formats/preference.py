@@ -15,7 +15,7 @@ from typing import Any
 from luthier.batch import Sample
 from luthier.config.kinds import Kind
 from luthier.config.sections import SourceConfig
-from luthier.data.formats.answers import Answers, Said, pair, said, without_prompt
+from luthier.data.formats.answers import Answers, Said, begins_trained, pair, said, without_prompt
 from luthier.data.formats.base import Row, Samples
 from luthier.data.report import BadRow
 from luthier.errors import ConfigError
@@ -63,7 +63,7 @@ class _Compared:
             return None
         if better == worse:
             self.remarks[ALIKE] += 1
-        return pair(chosen, rejected)
+        return pair(chosen, rejected, begin_alike=begins_trained(better) and begins_trained(worse))
 
 
 class PreferenceFormat(_Compared):
