@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from luthier.errors import ModelError
 from luthier.hf.load import load_model
 from luthier.hf.save import save_model
 from luthier.hf.source import resolve
+from luthier.hf.tiny import debug_config
 from luthier.hf.weights import checkpoint_dtype
 
 IDS = torch.arange(4, 44)[None]
@@ -143,6 +144,16 @@ def test_weights_that_do_not_fit_are_named(change: Any, words: str, tmp_path: Pa
     directory = rewrite(written("llama", tmp_path / "model"), change)
     with pytest.raises(ModelError, match=words):
         load_model(resolve(str(directory)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_reward_model_is_no_language_model(tied: bool, tmp_path: Path) -> None:
+    """Without its head, and where the embedding could be taken for one."""
+    config = debug_config("llama", tie_word_embeddings=tied, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="is a LlamaForSequenceClassification, which writes no text"):
+        load_model(resolve(str(tmp_path)))
+    assert load_model(resolve(str(tmp_path)), from_scratch=True).lm_head is not None
 
 
 def test_no_weights_and_damaged_weights_are_said(tmp_path: Path) -> None:

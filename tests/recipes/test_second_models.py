@@ -69,6 +69,24 @@ def test_a_second_model_of_other_tokens(tmp_path: Path, capfd: pytest.CaptureFix
     assert f"the vocabulary of {SMOLLM2} is another: it has " in told
 
 
+@pytest.mark.parametrize(
+    ("method", "field", "words"),
+    [
+        ("{name: dpo, reference: /nowhere}", "method.reference", "there is no file or directory '/nowhere'"),
+        ("{name: distill, teacher: /nowhere}", "method.teacher", "there is no file or directory '/nowhere'"),
+        ("{name: distill, teacher: 'debug:llama', teacher_revision: v1}", "method.teacher_revision", "no revisions"),
+    ],
+)
+def test_a_second_model_that_cannot_be_read_is_told_of_its_own_field(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str, field: str, words: str
+) -> None:
+    data = "examples/data/pairs.jsonl" if "dpo" in method else ROWS
+    run = ["train", "--model", "debug:llama", "--data", data, f"output={tmp_path}", "train.steps=1", "data.cache=false"]
+    told = refused(capfd, *run, f"method={method}")
+    assert told.startswith(f"{field}: ")
+    assert words in told
+
+
 def test_a_base_of_other_tokens_does_not_stand_beside(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["evaluate", "--model", "debug:llama", "--data", ROWS, "--base", SMOLLM2]
     words += ["--side-by-side", str(tmp_path / "answers.md"), "generation.max_new_tokens=2"]

@@ -93,7 +93,7 @@ def beside(config: RunConfig, *, cpu: bool) -> Beside:
         case DistillConfig():
             from luthier.estimate.prepare import prepare_other
 
-            teacher = prepare_other(config, method.teacher, method.teacher_revision, cpu=cpu).shape
+            teacher = prepare_other(config, "method.teacher", method.teacher, method.teacher_revision, cpu=cpu).shape
             how: Literal["all", "likeliest"] = "all" if method.top_k is None else "likeliest"
             if method.precompute:
                 said = f"the teacher, whole on each rank, {_ONCE}"
@@ -113,7 +113,7 @@ def _with_reference(config: RunConfig, method: DpoConfig | KtoConfig, cpu: bool)
     if method.reference not in ("precomputed", "base"):
         from luthier.estimate.prepare import prepare_other
 
-        other = prepare_other(config, method.reference, None, cpu=cpu)
+        other = prepare_other(config, "method.reference", method.reference, None, cpu=cpu)
     if copies:
         said = _COPY
     elif other is not None:

@@ -23,7 +23,7 @@ from luthier.hf.classifier import attach_score
 from luthier.hf.kinds import sees
 from luthier.hf.load import build_on_meta, model_class, tie_on_meta
 from luthier.hf.nf4 import expected_bytes
-from luthier.hf.source import ModelSource, config_from_fields, load_config, resolve
+from luthier.hf.source import ModelSource, config_from_fields, load_config, named_in, resolve
 from luthier.optim.build import build_optimizer
 from luthier.parallel import rules
 from luthier.parallel.layout import Layout, Refusal
@@ -99,18 +99,20 @@ def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
     return Prepared(model, shape, line, precision)
 
 
-def prepare_other(config: RunConfig, model: str, revision: str | None, *, cpu: bool) -> Prepared:
+def prepare_other(config: RunConfig, field: str, model: str, revision: str | None, *, cpu: bool) -> Prepared:
     """A second model, a reference or a teacher, in the precision of the first. It does not train.
 
     Args:
         config: of the run.
+        field: that names the second.
         model: the second, named as the first is.
         revision: of a Hub model.
         cpu: for the CPU.
     """
     plain = {"method": SftConfig(), "adapter": None, "optimizer": AdamWConfig()}
     other = config.model_copy(update={"model": model, "revision": revision, **plain})
-    return prepare(other, cpu=cpu)
+    with named_in(field):
+        return prepare(other, cpu=cpu)
 
 
 def find_model(model: str, revision: str | None = None) -> tuple[ModelSource, Any | None]:

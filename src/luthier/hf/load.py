@@ -153,7 +153,7 @@ def load_model(
     _take_off(model, hooked, base)
     if packing is not None:
         packing.finish(model)
-    _finish(model, source, loading)
+    _finish(model, source, loading, own)
     follow_documents(model)
     return model
 
@@ -332,17 +332,30 @@ def _untie_what_differs(model: PreTrainedModel, weights: dict[str, Any]) -> None
             )
 
 
-def _finish(model: PreTrainedModel, source: ModelSource, loading: _Loading) -> None:
+_OTHER_TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
+def _other_task(config: PreTrainedConfig) -> str | None:
+    """The class that a checkpoint was saved from where that is one of another task, as a reward model is: its body has
+    the names of the language model's, and advice about the head that is missing would make one of it that it never had.
+    """
+    return next((name for name in config.architectures or [] if name.endswith(_OTHER_TASKS)), None)
+
+
+def _finish(model: PreTrainedModel, source: ModelSource, loading: _Loading, config: PreTrainedConfig) -> None:
     """Check that the checkpoint filled the model, and put back what loading changed."""
     if loading.mismatched:
         raise _mismatch(source, loading)
     added = set(loading.trainable) - loading.own_keys
     missing = sorted((loading.missing & loading.own_keys) - loading.parted)
+    unexpected = sorted(loading.unexpected)
+    if (task := _other_task(config)) and (missing or unexpected) and not loading.from_scratch:
+        remedy = "name the causal language model that it was made of"
+        raise ModelError(f"{source.name} is a {task}, which writes no text", where="model", remedy=remedy)
     if missing and not loading.from_scratch:
         remedy = "is the checkpoint complete, and of this model? If a head is missing and the embedding serves as one, "
         remedy += "set tie_word_embeddings to true in config.json"
         raise ModelError(f"{_names(missing)} not in the checkpoint of {source.name}", where="model", remedy=remedy)
-    unexpected = sorted(loading.unexpected)
     if unexpected and not source.gguf_file:
         remedy = "is this checkpoint of this model? A wrong architecture in config.json would show so"
         raise ModelError(f"{_names(unexpected)} in the checkpoint but not in the model", where="model", remedy=remedy)

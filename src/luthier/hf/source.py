@@ -12,7 +12,8 @@ import importlib.metadata
 import importlib.util
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -92,15 +93,24 @@ def resolve(model: str, *, revision: str | None = None, where: str = "model") ->
     except ModelError as error:
         raise named_by(error, where) from None
     if revision is not None and source.kind != "hub":
-        raise ModelError(
-            f"{text!r} is not a model of the Hub and has no revisions", where="revision", remedy="leave revision out"
-        )
+        what = f"{text!r} is not a model of the Hub and has no revisions"
+        raise named_by(ModelError(what, where="revision", remedy="leave revision out"), where)
     return source
 
 
 def named_by(error: ModelError, where: str) -> ModelError:
-    """The same error, told of the field that names the model ("model" where errors do not know)."""
-    return ModelError(error.what, where=where, remedy=error.remedy) if error.where == "model" else error
+    """The same error, told of the field that names the model ("model" where errors do not know), or its revision."""
+    told = {"model": where, "revision": "revision" if where == "model" else f"{where}_revision"}
+    return ModelError(error.what, where=told.get(str(error.where), error.where), remedy=error.remedy)
+
+
+@contextmanager
+def named_in(where: str) -> Iterator[None]:
+    """What cannot be read within is told of the field that names it: a second model is not what `model` names."""
+    try:
+        yield
+    except ModelError as error:
+        raise named_by(error, where) from error
 
 
 def _resolve(text: str, revision: str | None, enough: Sequence[str]) -> ModelSource:

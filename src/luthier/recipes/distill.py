@@ -13,7 +13,7 @@ from luthier.engine.distill import Distillation
 from luthier.engine.network import Network
 from luthier.engine.step import forward_backward_all
 from luthier.errors import ConfigError, ModelError
-from luthier.hf.source import ModelSource, resolve
+from luthier.hf.source import ModelSource, named_in, resolve
 from luthier.recipes.loop import finish, loop, update
 from luthier.recipes.run import Resume, Run, opened
 from luthier.recipes.setup import require_same_tokens, unpackable
@@ -87,7 +87,7 @@ def teacher_of(run: Run) -> Network:
     if method.top_k is not None and method.top_k > tokens:
         what = f"it is {method.top_k:,}, and the vocabulary has {tokens:,} tokens"
         raise ConfigError(what, where="method.top_k", remedy=f"set it to {tokens} or less, or leave it out")
-    with stage("loading the teacher"):
+    with stage("loading the teacher"), named_in("method.teacher"):
         teacher = build_network(
             _source(method),
             adapter=LoraConfig(start_from=str(Path(adapter))) if adapter else None,
@@ -112,14 +112,15 @@ def _require_same_tokens(config: RunConfig, method: DistillConfig) -> None:
     """Refuse a teacher whose tokens mean something else. One that is not there any more, and has been asked before, was
     looked at then."""
     try:
-        require_same_tokens(method.teacher, _source(method), config, "method.teacher")
+        with named_in("method.teacher"):
+            require_same_tokens(method.teacher, _source(method), config, "method.teacher")
     except ModelError:
         if not kept(config, method):
             raise
 
 
 def _source(method: DistillConfig) -> ModelSource:
-    return resolve(method.teacher, revision=method.teacher_revision)
+    return resolve(method.teacher, revision=method.teacher_revision, where="method.teacher")
 
 
 def _outputs(model: Any) -> int:

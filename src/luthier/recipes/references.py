@@ -31,6 +31,7 @@ from luthier.engine.evaluate import logprobs_of
 from luthier.engine.identity import config_digest, model_digest
 from luthier.engine.network import Network
 from luthier.errors import NonFiniteError
+from luthier.hf.source import named_in
 from luthier.hf.together import tell
 from luthier.losses.preference import document_sums
 from luthier.recipes.each_alone import WIDTH, apart
@@ -206,9 +207,10 @@ def _reference_network(run: Run) -> Iterator[tuple[str, Callable[[], Network]]]:
     try:
         if asked not in ("precomputed", "base"):
             other = config.model_copy(update={"model": asked, "revision": None, "adapter": None, "from_scratch": False})
-            if config.tokenizer is None:  # else rows have been given another one's tokens on purpose
-                require_same_tokens(asked, model_source(other), config, "method.reference")
-            network = inference_network(other, state.device, None, state.mesh)
+            with named_in("method.reference"):
+                if config.tokenizer is None:  # else rows have been given another one's tokens on purpose
+                    require_same_tokens(asked, model_source(other), config, "method.reference")
+                network = inference_network(other, state.device, None, state.mesh)
             group = dist.group.WORLD if state.mesh is not None else None
             yield model_digest(network.model, group) + config_digest(network.outline), lambda: network
             return
