@@ -16,7 +16,9 @@ from luthier.adapters import apply_lora, load_peft, merge, save_peft
 from luthier.adapters.combine import Part, combine, kept
 from luthier.adapters.rows import NewTokens
 from luthier.config import LoraConfig
-from luthier.errors import ConfigError
+from luthier.engine import build
+from luthier.errors import ConfigError, ModelError
+from luthier.hf.tiny import debug_tokenizer
 from luthier.recipes.combine import combine_adapters
 from tests.adapters.models import PEFT_WARNINGS, disturb, logits, relative, tiny
 
@@ -167,8 +169,6 @@ def test_the_sum_is_what_all_adapters_do_together(tmp_path: Path) -> None:
 def test_a_base_is_written_with_all_of_them(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from luthier.hf.tiny import debug_tokenizer
-
     tiny("llama", torch.float32).save_pretrained(tmp_path / "base")
     debug_tokenizer().save_pretrained(str(tmp_path / "base"))
     parts = saved(adapters(), tmp_path / "parts")
@@ -180,6 +180,32 @@ def test_a_base_is_written_with_all_of_them(tmp_path: Path) -> None:
     merge(expected)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     assert all(torch.equal(value, expected.state_dict()[name]) for name, value in found.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_base_is_rounded_once_whatever_the_machine_is_fast_at(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no adapter touches keeps its bits; the rest is base and products in float32, rounded to the base's dtype."""
+    monkeypatch.setattr(build, "choose_precision", lambda asked, device: asked or "bf16")
+    base = tiny("llama", torch.float32).to(dtype)
+    base.save_pretrained(tmp_path / "base")
+    debug_tokenizer().save_pretrained(str(tmp_path / "base"))
+    parts = saved(adapters(), tmp_path / "parts")
+    combine_adapters(parts, output=tmp_path / "whole", model=str(tmp_path / "base"))
+    combine(parts, tmp_path / "all")
+    expected = base.float()
+    load_peft(expected, tmp_path / "all")
+    merge(expected)
+    found = load_file(tmp_path / "whole" / "model.safetensors")
+    wanted = {name: value.to(dtype) for name, value in expected.state_dict().items()}
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+def test_another_base_is_told_of_by_its_option(tmp_path: Path) -> None:
+    parts = saved(adapters(), tmp_path / "parts")
+    with pytest.raises(ModelError, match=r"^--model: there is no linear layer .* in GPT2LMHeadModel"):
+        combine_adapters(parts, output=tmp_path / "whole", model="debug:gpt2")
 
 
 def test_what_cannot_be_combined_is_refused(tmp_path: Path) -> None:
