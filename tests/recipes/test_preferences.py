@@ -17,10 +17,11 @@ import torch
 from luthier.batch import Batch
 from luthier.config import RunConfig
 from luthier.data.cache import cache_directory
+from luthier.data.loader import Rows
 from luthier.engine.step import ForwardBackward
 from luthier.errors import CheckpointError, NonFiniteError, UserError
 from luthier.hf.tiny import debug_config
-from luthier.recipes import kto, methods, pairs, references, setup
+from luthier.recipes import dpo, kto, methods, pairs, references, setup
 from luthier.recipes.dry_run import dry_run
 from luthier.recipes.evaluate import evaluate
 from luthier.recipes.loop import update
@@ -217,6 +218,39 @@ def test_the_reference_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     kept.write_bytes(kept.read_bytes()[:40])
     methods.train(longer, resume="never")
     assert asked == [6, 4, 10]
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"init": "pissa"},
+        {"init": "olora", "dora": True},
+        {"init": "pissa", "train_modules": ["norm"]},
+        {"init": "orthogonal"},
+        {"start_from": "START", "dtype": "fp32"},
+    ],
+    ids=str,
+)
+def test_rows_that_are_asked_about_later_have_the_same_reference(adapter: dict[str, Any], tmp_path: Path) -> None:
+    """In bfloat16, where taking a part out of a weight and putting it beside it moves what the model says."""
+    how = {"train": {"rows_per_step": 6, "steps": 1, "precision": "bf16"}, "optimizer": {"learning_rate": 0.1}}
+    if "start_from" in adapter:
+        methods.train(config_of("debug:llama", PAIRS, tmp_path, "orpo", adapter={"rank": 4, "dtype": "fp32"}, **how))
+        how |= {"output": str(tmp_path / "second")}
+        adapter = adapter | {"start_from": str(tmp_path / "run" / "export")}
+    else:
+        adapter = adapter | {"rank": 4}
+    config = config_of("debug:llama", PAIRS, tmp_path, "dpo", adapter=adapter, **how)
+    some = tmp_path / "some.jsonl"
+    some.write_text("".join(json.dumps(row) + "\n" for row in PAIRS[4:]))
+    data = {"train": str(some), "validation": str(tmp_path / "rows.jsonl"), "packing": False, "cache": False}
+    with opened(RunConfig.model_validate(config.model_dump(mode="json") | {"data": data}), "auto") as run:
+        assert isinstance(run.rows, Rows)
+        batches = references.with_reference(run, [Batch.pack([run.rows[number]]) for number in range(6)])
+        for batch in run.loader:
+            assert dpo.recipe.take_step(run, batch)["gradient_norm"] > 0
+        later = references.held_out_reference(run)
+    assert [batch.inputs["reference"].tolist() for batch in batches] == later[4:].tolist()
 
 
 @pytest.mark.parametrize("answer", [0, 1])

@@ -67,8 +67,8 @@ class RunConfig(Section):
         reference = getattr(method, "reference", None)
         if reference == "precomputed" and isinstance(adapter, LoraConfig) and adapter.start_from is None:
             # What these begin as cannot be had again later, by opening the model or by switching adapters off.
-            again = adapter.quantize is not None or bool(adapter.new_tokens)
-            return again and (bool(adapter.train_modules) or adapter.init.startswith("loftq"))
+            lasting = bool(adapter.train_modules) or adapter.init.startswith("loftq")
+            return adapter.begins_as_another and lasting
         return bool(reference == "base")
 
     @field_validator("output", mode="before")

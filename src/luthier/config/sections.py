@@ -156,6 +156,12 @@ class LoraConfig(Section):
             raise ValueError(f"init orthogonal needs an even rank, not {self.rank}")
         return self
 
+    @property
+    def begins_as_another(self) -> bool:
+        """Whether the model with its new adapter is another than what its files give, be it by rounding: what is
+        opened again later has no rows of new tokens, no quantised base, or no part taken out of its weights."""
+        return self.quantize is not None or bool(self.new_tokens) or self.init not in ("default", "gaussian")
+
 
 _Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 """How much of a moment is kept; of one that keeps all, the bias is never corrected, and weights become NaN."""

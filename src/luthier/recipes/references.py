@@ -232,10 +232,11 @@ def _reference_network(run: Run) -> Iterator[tuple[str, Callable[[], Network]]]:
 
 def _is_switched_off(adapter: AdapterConfig) -> bool:
     """Whether the reference is the model at hand without its adapter: prompts change a model before they have learnt
-    anything, and one that is opened again lacks tokens' rows, or the rounding of a quantised base."""
+    anything, and one that is opened again may be another (`LoraConfig.begins_as_another`): rows that are asked about
+    before the first step and later, held-out ones or those of a resumed run, would be compared with two references."""
     if adapter.start_from is not None:
         return False
-    return adapter.kind != "lora" or bool(adapter.new_tokens) or adapter.quantize is not None
+    return adapter.kind != "lora" or adapter.begins_as_another
 
 
 @contextmanager

@@ -176,9 +176,11 @@ def state_of(config: RunConfig, device: torch.device, mesh: Mesh | None = None) 
 def inference_network(
     config: RunConfig, device: torch.device, adapter: Path | None, mesh: Mesh | None = None
 ) -> Network:
-    """A config's model without what its training would add, or with the adapters of a directory of PEFT files, beside a
-    base that is quantised as the config says."""
+    """A config's model without what its training would add, or with the adapters of a directory of PEFT files, of the
+    config's dtype and beside a base that is quantised as it says."""
     found = adapter_of_files(adapter) if adapter is not None else None
+    if found is not None and config.adapter is not None:
+        found = found.model_copy(update={"dtype": config.adapter.dtype})
     if isinstance(found, LoraConfig) and isinstance(config.adapter, LoraConfig):
         found = found.model_copy(update=config.adapter.model_dump(include={"quantize", "double_quantize"}))
     network = build_network(
