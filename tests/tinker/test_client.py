@@ -275,6 +275,13 @@ def test_sparse_soft_targets_of_the_sdk_are_read() -> None:
         (Datum([1], {"target_tokens": [-100], "weights": [1.0]}), "a target of -100 has a weight"),
         (Datum([1], {"target_tokens": [2], "weights": [float("nan")]}), "weights: value 0 is nan"),
         ([Datum([1], {"target_tokens": [2], "weights": [1]}), [1, 2]], r"data\[1\].*: weights are missing"),
+        (Datum([1], {"target_tokens": [True]}), "target_tokens: token ids are whole numbers"),
+        (Datum([1], {"target_tokens": np.array([2**64 - 1], np.uint64)}), "target_tokens: token -1 is not among"),
+        (Datum([1], {"target_tokens": [2], "weights": [1j]}), "weights: it is torch.complex128; give real numbers"),
+        (Datum([1], {"target_tokens": np.zeros((1, 0), int)}), r"target_tokens: it is \[1, 0\]: nothing for a token"),
+        (Datum([1], {"target_tokens": np.zeros((1, 0), int), "weights": np.zeros((1, 0))}), "nothing for a token"),
+        ({"input_ids": [1, 2], "labels": [1.5, 2.5]}, "target_tokens: token ids are whole numbers"),
+        ([[1], [1] * 70], r"data\[1\]: 69 tokens are more than the 64 positions that the model has; shorten it"),
         ({"input_ids": [1, 2], "token_type_ids": [0, 0]}, "there is no use for token_type_ids"),
         ({"input_ids": [1, 2], "labels": [1]}, r"data.labels: it is \[1, 1\], and input_ids are \[1, 2\]"),
         (SimpleNamespace(chunks=[SimpleNamespace(data=b"", format="png")]), "a SimpleNamespace is no text"),
@@ -284,6 +291,8 @@ def test_data_that_cannot_be_read_is_named(data: Any, told: str) -> None:
     client = shared_client()
     with pytest.raises(DataError, match=told):
         client.forward_backward(data).result()
+    with pytest.raises(DataError, match=told):
+        client.forward(data).result()
     assert gradients(client) == {}
 
 

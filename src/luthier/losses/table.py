@@ -104,11 +104,13 @@ class Loss:
 
 
 def _check_shape(loss: Loss, key: str, values: torch.Tensor, targets: torch.Tensor, tokens: int, where: str) -> None:
-    if key == TARGETS and values.is_floating_point():
+    if key == TARGETS and (values.is_floating_point() or values.dtype == torch.bool):
         raise DataError("token ids are whole numbers", where=_at(where, key), remedy="give them as int64")
     if values.dim() > (2 if loss.soft else 1) or values.dim() == 0:
         allowed = "[T] or [T, K]" if loss.soft else "[T]"
         raise DataError(f"it is {list(values.shape)}, and {loss.name} takes {allowed}", where=_at(where, key))
+    if values.dim() == 2 and values.shape[1] == 0:
+        raise DataError(f"it is {list(values.shape)}: nothing for a token", where=_at(where, key), remedy="give one")
     if values.shape[0] != tokens:
         what = f"it has {values.shape[0]} values, and model_input has {tokens} tokens"
         raise DataError(what, where=_at(where, key), remedy="position i of model_input predicts target_tokens[i]")

@@ -22,7 +22,7 @@ from luthier.tinker.batches import Batches, output_of, own_loss
 from luthier.tinker.build import refuse_merged
 from luthier.tinker.futures import APIFuture
 from luthier.tinker.gradients import Gradients
-from luthier.tinker.rows import Row, read_prompt, read_rows
+from luthier.tinker.rows import Row, check_length, read_prompt, read_rows
 from luthier.tinker.types import AdamParams, ForwardBackwardOutput, LoadWeightsResponse, OptimStepResponse
 
 CustomLoss = Callable[[Any, list[torch.Tensor]], Any]
@@ -65,7 +65,7 @@ class Calls:
         self, data: Any, loss: Loss, config: Mapping[str, float] | None, rows: list[Row] | None = None
     ) -> ForwardBackwardOutput:
         settings = loss.settings_of(config)
-        rows = rows if rows is not None else read_rows(data, loss, self._vocabulary)
+        rows = rows if rows is not None else self._rows(data, loss)
         batches = Batches(rows, self._tokens, self.state, lambda row: (row.targets != NO_TOKEN).double())
         training = self.model.training
         self.model.eval()
@@ -78,7 +78,7 @@ class Calls:
     def _forward_backward(self, data: Any, loss: Loss, config: Mapping[str, float] | None) -> ForwardBackwardOutput:
         refuse_merged(self.model)
         settings = loss.settings_of(config)
-        rows = read_rows(data, loss, self._vocabulary)
+        rows = self._rows(data, loss)
         is_mean = loss.soft and not rows[0].has_weights
         valid = sum(int((row.targets != NO_TOKEN).sum()) for row in rows)
         done = False
@@ -114,7 +114,7 @@ class Calls:
             what = f"a {type(loss_fn).__name__} cannot be called"
             raise UserError(what, where="loss_fn", remedy="give the function itself: loss(data, logprobs)")
         loss = loss_named("cross_entropy")
-        rows = read_rows(data, loss, self._vocabulary)
+        rows = self._rows(data, loss)
         found = self._forward(data, loss, None, rows).loss_fn_outputs
         leaves = [output["logprobs"].to_torch().clone().requires_grad_() for output in found]
         told = loss_fn(data, leaves)
@@ -175,6 +175,8 @@ class Calls:
         where = [f"prompt[{number}]" if many else "prompt" for number in range(len(prompts))]
         tokens = [read_prompt(one, self._vocabulary, place) for one, place in zip(prompts, where, strict=True)]
         rows = [Row(ids[:-1], {TARGETS: ids[1:]}, place) for ids, place in zip(tokens, where, strict=True)]
+        for row in rows:
+            check_length(row, self._positions)
         found = self._forward(None, loss_named("cross_entropy"), None, rows).loss_fn_outputs if rows else []
         values: list[list[float | None]] = [[None, *output["logprobs"].tolist()] for output in found]
         return values if many else values[0]
@@ -186,6 +188,13 @@ class Calls:
         self._gradients.clear()
         self._loss, self._refusal, self._calls = 0.0, None, []
         return LoadWeightsResponse(str(path))
+
+    def _rows(self, data: Any, loss: Loss) -> list[Row]:
+        return read_rows(data, loss, self._vocabulary, self._positions)
+
+    @property
+    def _positions(self) -> int | None:
+        return self.state.limits.positions if self.state.limits is not None else None
 
     @property
     def _vocabulary(self) -> int:

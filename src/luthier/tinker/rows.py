@@ -40,7 +40,7 @@ class Row:
         return WEIGHTS in self.fields
 
 
-def read_rows(data: Any, loss: Loss, vocabulary: int) -> list[Row]:
+def read_rows(data: Any, loss: Loss, vocabulary: int, positions: int | None = None) -> list[Row]:
     """The rows of a call.
 
     Args:
@@ -48,6 +48,7 @@ def read_rows(data: Any, loss: Loss, vocabulary: int) -> list[Row]:
             `attention_mask` as Transformers takes them, a ModelInput, a Datum, or a list of any of these.
         loss: what each row must be fit for.
         vocabulary: ids are below this.
+        positions: rows are no longer than this; None where the model has no table of them.
 
     Raises:
         DataError: something cannot be read as a row; it is named.
@@ -62,6 +63,7 @@ def read_rows(data: Any, loss: Loss, vocabulary: int) -> list[Row]:
         loss.check(row.fields, len(row.tokens), row.where)
         _check_ids(row.tokens, vocabulary, f"{row.where}.model_input", allowed=None)
         _check_ids(row.targets, vocabulary, f"{row.where}.loss_fn_inputs.{TARGETS}", allowed=NO_TOKEN)
+        check_length(row, positions)
         if row.has_weights and bool(((row.targets == NO_TOKEN) & (row.fields[WEIGHTS] != 0)).any()):
             raise DataError(f"a target of {NO_TOKEN} has a weight", where=f"{row.where}.loss_fn_inputs.{WEIGHTS}")
     odd = next((row for row in rows if row.has_weights != rows[0].has_weights), None)
@@ -84,12 +86,31 @@ def read_prompt(prompt: Any, vocabulary: int, where: str = "prompt") -> torch.Te
     return tokens
 
 
+def check_length(row: Row, positions: int | None) -> None:
+    """Refuse a row that the model's table of positions ends before: a GPU would stop the whole process.
+
+    Raises:
+        DataError: it is too long.
+    """
+    if positions is not None and len(row.tokens) > positions:
+        what = f"{len(row.tokens):,} tokens are more than the {positions:,} positions that the model has"
+        raise DataError(what, where=row.where, remedy="shorten it")
+
+
 def dense(values: Any, where: str) -> torch.Tensor:
     """A tensor on the CPU of a tensor, array, (nested) list or TensorData, a sparse one included.
 
     Raises:
-        DataError: it is none of these.
+        DataError: it is none of these, or of complex numbers.
     """
+    found = _dense(values, where)
+    if found.is_complex():
+        raise DataError(f"it is {found.dtype}", where=where, remedy="give real numbers")
+    # torch compares no unsigned numbers wider than a byte; what does not fit becomes negative, which no id is
+    return found.to(torch.int64) if found.dtype in (torch.uint16, torch.uint32, torch.uint64) else found
+
+
+def _dense(values: Any, where: str) -> torch.Tensor:
     if isinstance(values, torch.Tensor):
         return values.detach().cpu().to_dense() if values.layout != torch.strided else values.detach().cpu()
     data = getattr(values, "data", values)
@@ -155,7 +176,7 @@ def _as_transformers_takes_it(given: Mapping[str, Any], where: str) -> list[Row]
     for number, row in enumerate(ids):
         here = where if len(ids) == 1 else f"{where}[{number}]"
         kept = found["attention_mask"][number] != 0 if "attention_mask" in found else torch.ones_like(row) != 0
-        tokens, labels = _tokens(row[kept], here), found.get("labels", ids)[number][kept].to(torch.int64)
+        tokens, labels = _tokens(row[kept], here), found.get("labels", ids)[number][kept]
         rows.append(Row(tokens[:-1], {TARGETS: labels[1:]}, here))
     return rows
 

@@ -274,7 +274,10 @@ class Fuzzer:
                 field.dtype = draw.choice([0, 1, 2, 3, 4, 99])
             case 1:
                 del field.shape[:]
-                field.shape.extend(draw.choice([[], [0], [1, 4], [4, 1], [2, 2], [-1], [1 << 62, 4], [1 << 40] * 3]))
+                sides = [[], [0], [1, 4], [4, 1], [2, 2], [len(field.dense) // 4, 0], [-1], [1 << 62, 4], [1 << 40] * 3]
+                field.shape.extend(draw.choice(sides))
+                if 0 in field.shape:
+                    field.dense = b""
             case 2:
                 numbers = [float("nan"), float("inf"), -float("inf"), 3e38, -3e38]
                 field.dense = b"".join(struct.pack("<f", draw.choice(numbers)) for _ in range(len(field.dense) // 4))
