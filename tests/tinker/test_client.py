@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from luthier.errors import DataError, ModelError, NonFiniteError, UserError
+from luthier.errors import ConfigError, DataError, ModelError, NonFiniteError, UserError
 from luthier.tinker import AdamParams, Datum, LocalTrainingClient, LoraConfig, ModelInput, TensorData, merge_adapters
 from tests.adapters.models import PEFT_WARNINGS, VOCABULARY, tiny
 from tests.tinker.models import client_of, gradients, make_data, plain_gradients, plain_logprobs, plain_name, plain_twin
@@ -219,6 +219,20 @@ def test_a_loss_of_ones_own_through_log_probabilities() -> None:
         client.forward_backward_custom(data, lambda given, logprobs: 1.0).result()
 
 
+@pytest.mark.parametrize("metrics", [None, {"margin": "wide"}, {"margin": torch.ones(2)}, ["margin"]])
+def test_metrics_that_are_none_leave_no_gradient_behind(metrics: Any) -> None:
+    client = shared_client()
+    with pytest.raises(UserError, match="loss_fn: its metrics are no mapping of names to numbers"):
+        client.forward_backward_custom(make_data(), lambda given, logprobs: (logprobs[0].sum(), metrics)).result()
+    assert gradients(client) == {}
+
+
+@pytest.mark.parametrize(("loss", "config"), [(["ppo"], None), (None, None), ("ppo", [("beta", 1)]), ("ppo", "beta")])
+def test_losses_and_settings_of_another_type_are_named(loss: Any, config: Any) -> None:
+    with pytest.raises(ConfigError, match="loss_fn"):
+        shared_client().forward_backward(make_data(), loss, config).result()
+
+
 def test_every_form_of_data_is_the_same_row() -> None:
     ids = [3, 14, 15, 9, 26, 5]
     official = SimpleNamespace(
@@ -341,7 +355,9 @@ def test_numbers_that_are_not_finite_change_nothing() -> None:
     ):
         client.optim_step().result()
     assert all(torch.equal(before[name], p) for name, p in client.state.trainable.items())
-    for bad in ({"learning_rate": -1.0}, {"beta1": 1.0}, {"eps": 0.0}, {"grad_clip_norm": float("nan")}):
+    bads: list[dict[str, float]] = [{"learning_rate": -1.0}, {"beta1": 1.0}, {"eps": 0.0}, {"grad_clip_norm": np.nan}]
+    bads += [{"eps": 1e-46}, {"learning_rate": 1e39}, {"weight_decay": 1e300}]  # 0 and infinite in the weights' fp32
+    for bad in bads:
         with pytest.raises(UserError, match=f"adam_params.{next(iter(bad))}"):
             client.optim_step(AdamParams(**bad)).result()
 

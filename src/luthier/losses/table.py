@@ -62,6 +62,8 @@ class Loss:
         Raises:
             ConfigError: there is no such setting, or it is no number that it can be.
         """
+        if asked is not None and not isinstance(asked, Mapping):
+            raise ConfigError(f"a {type(asked).__name__} is no mapping of settings to numbers", where="loss_fn_config")
         found = dict(self.settings)
         for key, value in (asked or {}).items():
             where = f"loss_fn_config.{key}"
@@ -194,7 +196,7 @@ def loss_named(name: str) -> Loss:
     Raises:
         ConfigError: there is none of this name.
     """
-    if name not in LOSSES:
+    if not isinstance(name, str) or name not in LOSSES:
         what = f"there is no loss {name!r}"
         raise ConfigError(
             what, where="loss_fn", remedy=f"there are {', '.join(LOSSES)}; others by forward_backward_custom"

@@ -118,9 +118,11 @@ class Calls:
         found = self._forward(data, loss, None, rows).loss_fn_outputs
         leaves = [output["logprobs"].to_torch().clone().requires_grad_() for output in found]
         told = loss_fn(data, leaves)
-        value, metrics = told if isinstance(told, tuple) else (told, {})
-        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+        value, metrics = told if isinstance(told, tuple) and len(told) == 2 else (told, {})
+        is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
+        if not is_scalar or not value.requires_grad:
             raise UserError("it must return a scalar tensor made of the log-probabilities", where="loss_fn")
+        own = _numbers(metrics)  # before anything is added: a call that fails leaves no gradient behind
         slopes = torch.autograd.grad(value, leaves, allow_unused=True)
         given = [
             {
@@ -137,7 +139,6 @@ class Calls:
         kept = [item for item, row in zip(given, rows, strict=True) if len(row.tokens)]
         surrogate = self._forward_backward(kept, loss, None).metrics["loss:sum"] if kept else 0.0
         total = float(value.detach())
-        own = {key: float(number) for key, number in metrics.items()}
         return ForwardBackwardOutput(found, {**own, "loss:sum": total, "surrogate_loss:sum": surrogate}, total)
 
     def _optim_step(self, given: Any) -> OptimStepResponse:
@@ -200,3 +201,16 @@ class Calls:
     def _vocabulary(self) -> int:
         limits = self.state.limits
         return limits.vocabulary if limits is not None else int(self.state.outline.config.get_text_config().vocab_size)
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    """The metrics that a loss of one's own tells beside its value.
+
+    Raises:
+        UserError: they are no mapping of names to numbers.
+    """
+    try:
+        return {str(key): float(number) for key, number in metrics.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        what = f"its metrics are no mapping of names to numbers ({first_line(error)})"
+        raise UserError(what, where="loss_fn", remedy="return (loss, {name: number})") from None
