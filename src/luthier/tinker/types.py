@@ -189,18 +189,20 @@ class AdamParams:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
                 raise ConfigError(f"{value!r} is no number {what}", where=f"adam_params.{name}")
             values[name] = float(value)
-        if values["eps"] == 0:
-            what = "0 would divide nothing by nothing where a gradient is 0"
+        if np.float32(values["eps"]) == 0:  # which the weights have
+            what = f"{values['eps']:g} is 0 in fp32, and would divide nothing by nothing where a gradient is 0"
             raise ConfigError(what, where="adam_params.eps", remedy="1e-12 is Tinker's")
         return AdamParams(**values)
 
 
+_MOST = float(np.finfo(np.float32).max)
+"""Beyond it a number is infinite where it meets the weights, which it would make so too."""
 _BOUNDS = {
-    "learning_rate": (math.inf, "of 0 or more"),
+    "learning_rate": (_MOST, "of 0 or more that fp32 has"),
     "beta1": (1.0, "from 0 to below 1"),
     "beta2": (1.0, "from 0 to below 1"),
-    "eps": (math.inf, "above 0"),
-    "weight_decay": (math.inf, "of 0 or more"),
+    "eps": (_MOST, "above 0 that fp32 has"),
+    "weight_decay": (_MOST, "of 0 or more that fp32 has"),
     "grad_clip_norm": (math.inf, "of 0 or more"),
 }
 
