@@ -1,5 +1,7 @@
 """Tokens come as often as the float64 distribution says, from the sets that Transformers would leave."""
 
+import math
+
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -55,10 +57,13 @@ def test_top_p_of_a_flat_distribution_looks_at_as_much_as_it_takes(top_p: float)
 
 def test_small_temperatures_and_the_greedy_limit() -> None:
     logits = torch.tensor([[3.0, 9.0, 9.5, -1e30]])
-    for temperature in (0.0, 1e-30, 1e-4):
+    for temperature in (0.0, 1e-300, 1e-40, 1e-30, 1e-4):
         request = SamplingRequest([1], 1, temperature=temperature)
         assert choose(logits, [request], [0.999])[0].token == 2
     assert choose(logits, [SamplingRequest([1], 1, temperature=0)], [0.0])[0].logprob == pytest.approx(
         float(logits[0].log_softmax(-1)[2])
     )
     assert choose(logits, [SamplingRequest([1], 1, temperature=1e-4)], [0.0])[0].logprob == pytest.approx(0)
+    masked = torch.tensor([[1.0, 2.0, -torch.inf]])
+    hot = choose(masked, [SamplingRequest([1], 1, temperature=1e300)], [0.0])[0]
+    assert (hot.token, hot.logprob) == (0, pytest.approx(-math.log(2)))

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -319,6 +320,35 @@ def test_texts_can_be_watched_and_given_up() -> None:
     stream.close()
     engine.cancel(other)
     assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("max_tokens", 1.5, "1.5 is no whole number"),
+        ("max_tokens", "3", "'3' is no whole number"),
+        ("top_k", True, "True is no whole number"),
+        ("topk_logprobs", 1.5, "1.5 is no whole number"),
+        ("seed", "a", "'a' is no whole number"),
+        ("temperature", None, "None is no number"),
+        ("top_p", "0.9", "'0.9' is no number"),
+        ("stop", 5, "5 is no list; give a list of token ids or strings"),
+        ("stop", b"end", "b'end' is no list"),
+        ("stop", [1.5], "1.5 is neither a token id nor a string"),
+        ("stop", [None], "None is neither a token id nor a string"),
+        ("stop", [True], "True is neither a token id nor a string"),
+        ("stop", [[1, 2]], r"\[1, 2\] is neither a token id nor a string"),
+        ("stop", ["\ud83d"], ".* holds half a character"),
+    ],
+)
+def test_requests_of_another_type_are_named(field: str, value: object, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}: {told}"):
+        replace(MIXED[0], **{field: value})
+
+
+def test_stops_of_arrays_and_tensors_are_stops() -> None:
+    for given in ([np.int64(5), np.int32(7)], np.array([5, 7]), torch.tensor([5, 7])):
+        assert replace(MIXED[0], stop=given).stop_ids == {5, 7}
 
 
 def test_what_cannot_be_sampled_is_refused() -> None:

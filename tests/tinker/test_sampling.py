@@ -50,3 +50,9 @@ def test_what_trains_is_sampled_and_a_snapshot_stays_as_it_was() -> None:
         client.save_weights_and_get_sampling_client(kind="other").result()  # type: ignore[arg-type]
     with pytest.raises(UserError, match="prompt: token 99 is not among"):
         client.sample([99], 1, greedy).result()
+    with pytest.raises(UserError, match="stop: token 99 is not among the model's 67, and would end no text"):
+        client.sample(prompt, 1, SamplingParams(max_tokens=1, stop=[99])).result()
+    with pytest.raises(UserError, match=r"num_samples: 1\.5 is no number of texts"):
+        client.sample(prompt, 1.5, greedy).result()  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"prompt_logprobs_last_n: 1\.5 is no number from 1 to 3"):
+        kept.compute_logprobs(prompt, 1.5).result()  # type: ignore[arg-type]

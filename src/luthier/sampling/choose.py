@@ -51,7 +51,10 @@ def choose(logits: Tensor, requests: Sequence[SamplingRequest], uniforms: Sequen
         uniforms: one for each row, in [0, 1).
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    temperatures = [request.temperature or 1.0 for request in requests]
+    least, most = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # 0 and infinity would give NaN
+    temperatures = [
+        min(max(float(request.temperature), least), most) if request.temperature else 1.0 for request in requests
+    ]
     if any(temperature != 1.0 for temperature in temperatures):
         # the largest becomes 0 first, so that a small temperature makes no infinity of it
         scaled = wide - wide.amax(-1, keepdim=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any
 
 from luthier.errors import ConfigError
 
@@ -43,6 +45,14 @@ class SamplingRequest:
     adapter: str | None = None
 
     def __post_init__(self) -> None:
+        for field in ("max_tokens", "top_k", "topk_logprobs", "topk_prompt_logprobs", "seed"):
+            value = getattr(self, field)
+            if not is_whole(value) and not (field == "seed" and value is None):
+                raise ConfigError(f"{value!r} is no whole number", where=field)
+        for field in ("temperature", "top_p"):
+            if isinstance(value := getattr(self, field), bool) or not isinstance(value, Real):
+                raise ConfigError(f"{value!r} is no number", where=field)
+        object.__setattr__(self, "stop", _stops(self.stop))
         bounds = {
             "prompt": (len(self.prompt) > 0, "has no token", "give at least one, a BOS for instance"),
             "max_tokens": (self.max_tokens >= 0, "is negative", "give 0 or more"),
@@ -100,3 +110,30 @@ class SamplingResult:
     topk: list[TopTokens] | None = None
     prompt_logprobs: list[float | None] | None = None
     topk_prompt_logprobs: list[TopTokens | None] | None = None
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number, numpy's included; true and false are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _stops(given: Any) -> list[int | str] | str | None:
+    """What ends a text, of whatever holds it: what is neither a token nor text would end none, and nobody would know.
+
+    Raises:
+        ConfigError: something is neither.
+    """
+    if given is None or isinstance(given, str):
+        entries: Any = [] if given is None else [given]
+    elif not isinstance(given, Iterable) or isinstance(given, bytes | Mapping):
+        raise ConfigError(f"{given!r} is no list", where="stop", remedy="give a list of token ids or strings")
+    else:
+        entries = given.tolist() if hasattr(given, "tolist") else list(given)  # an array's, a tensor's
+    for entry in entries:
+        if not is_whole(entry) and not isinstance(entry, str):
+            raise ConfigError(f"{entry!r} is neither a token id nor a string", where="stop")
+        if isinstance(entry, str) and any("\ud800" <= letter <= "\udfff" for letter in entry):
+            raise ConfigError(f"{entry!r} holds half a character, which no text has", where="stop")
+    if given is None or isinstance(given, str):
+        return given
+    return [entry if isinstance(entry, str) else int(entry) for entry in entries]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from luthier.errors import ConfigError
-from luthier.sampling.request import SamplingRequest, SamplingResult
+from luthier.sampling.request import SamplingRequest, SamplingResult, is_whole
 from luthier.tinker.rows import read_prompt
 from luthier.tinker.types import SampledSequence, SampleResponse
 
@@ -39,7 +39,7 @@ def requests_of(
     Raises:
         UserError: it cannot be sampled; what is wrong is named.
     """
-    if samples < 1:
+    if not is_whole(samples) or samples < 1:
         raise ConfigError(f"{samples!r} is no number of texts", where="num_samples", remedy="give 1 or more")
     ids = ids_of(model, prompt)
     most = params.max_tokens
@@ -59,6 +59,10 @@ def requests_of(
         topk_logprobs=topk_sample_logprobs,
         adapter=adapter,
     )
+    vocabulary = _vocabulary(model)
+    if odd := sorted(token for token in one.stop_ids or () if not 0 <= token < vocabulary):
+        what = f"token {odd[0]} is not among the model's {vocabulary:,}, and would end no text"
+        raise ConfigError(what, where="stop", remedy="use the model's own tokenizer")
     first = replace(one, prompt_logprobs=prompt_logprobs, topk_prompt_logprobs=topk_prompt_logprobs)
     return [first, *one.group(samples)[1:]]
 
@@ -86,7 +90,7 @@ def ids_of(model: Any, prompt: Any) -> list[int]:
     Raises:
         DataError: it is none, or has tokens that the model does not know.
     """
-    return [int(token) for token in read_prompt(prompt, model.get_input_embeddings().weight.shape[0])]
+    return [int(token) for token in read_prompt(prompt, _vocabulary(model))]
 
 
 def last_of(values: list[Any] | None, count: int | None) -> list[Any] | None:
@@ -97,7 +101,11 @@ def last_of(values: list[Any] | None, count: int | None) -> list[Any] | None:
     """
     if count is None or values is None:
         return values
-    if not 1 <= count < max(len(values), 2):
+    if not is_whole(count) or not 1 <= count < max(len(values), 2):
         what = f"{count} is no number from 1 to {len(values) - 1}, the tokens that have one before them"
         raise ConfigError(what, where="prompt_logprobs_last_n")
     return [None] * (len(values) - count) + values[len(values) - count :]
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])
