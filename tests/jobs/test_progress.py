@@ -61,6 +61,35 @@ def test_the_newest_of_each_metric(tmp_path: Path) -> None:
     assert status.progress_percentage is None
 
 
+@pytest.mark.parametrize(
+    ("spoilt", "percent", "left"),
+    [
+        ('{"step": 4, "epoch": 0.5}', 50, None),  # no pace yet
+        ('{"epoch": 0.5, "step_seconds": 1}', 50, None),  # no step
+        ('{"epoch": NaN, "step": 4, "step_seconds": 1}', None, None),
+        ('{"epoch": 1e999, "step": 4, "step_seconds": 1}', None, None),
+        ('{"epoch": -1, "step": 4, "step_seconds": 1}', None, None),
+        ('{"epoch": 0.5, "step": Infinity, "step_seconds": 1}', 50, None),
+        ('{"epoch": 0.5, "step": 4, "step_seconds": NaN}', 50, None),
+        ('{"epoch": 0.5, "step": 4, "step_seconds": 1, "loss": 1' + "0" * 400 + "}", 50, 4),
+        ("[" * 100_000 + '\n{"epoch": 0.5, "step": 4, "step_seconds": 1}', 50, 4),
+        ('\0\0\0\n[1]\n"epoch"\n{"epoch": 0.5, "step": 4, "step_seconds": 1}', 50, 4),
+    ],
+)
+def test_a_spoilt_file_is_read_as_far_as_it_goes(
+    tmp_path: Path, spoilt: str, percent: int | None, left: int | None
+) -> None:
+    (tmp_path / METRICS).write_text(spoilt + "\n")
+    status = read_progress(tmp_path, {})
+    assert status is not None
+    assert (status.progress_percentage, status.estimated_remaining_seconds) == (percent, left)
+
+
+def test_a_directory_in_its_place_is_no_progress(tmp_path: Path) -> None:
+    (tmp_path / METRICS).mkdir()
+    assert read_progress(tmp_path, {}) is None
+
+
 def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:
     rows(tmp_path, {"old": 1}, *({"step": step, "step_seconds": 1.0} for step in range(10_000)))
     with (tmp_path / METRICS).open("ab") as file:

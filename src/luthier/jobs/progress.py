@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Mapping
@@ -44,21 +45,22 @@ def read_progress(run: Path, config: Mapping[str, Any] | None) -> TrainerStatus 
         return None
     newest: dict[str, float] = {}
     for row in rows:
-        newest |= {name: value for name, value in row.items() if isinstance(value, int | float)}
+        newest |= row
     done = _done(newest, config.get("train") or {}) if config is not None else None
     percent = left = None
     if done is not None:
         percent = min(100, int(100 * done + 1e-6))
-        steps = newest["step"] / done - newest["step"] if done else None
-        paces = [row["step_seconds"] for row in rows if isinstance(row.get("step_seconds"), int | float)]
+        steps = newest["step"] / done - newest["step"] if done and "step" in newest else None
+        paces = [row["step_seconds"] for row in rows if math.isfinite(row.get("step_seconds", math.nan))]
         # The first step of a process warms caches and kernels up: it says little about the others.
         paces = paces[1:][-_PACE_ROWS:] or paces
-        if steps is not None and paces:
-            left = round(max(0.0, steps) * sum(paces) / len(paces))
+        seconds = steps * sum(paces) / len(paces) if steps is not None and paces else math.nan
+        if math.isfinite(seconds):
+            left = round(max(0.0, seconds))
     return TrainerStatus(
         progress_percentage=percent,
         estimated_remaining_seconds=left,
-        metrics={name: float(value) for name, value in newest.items()},
+        metrics=newest,
         last_updated_time=datetime.fromtimestamp(written, UTC),
     )
 
@@ -66,29 +68,37 @@ def read_progress(run: Path, config: Mapping[str, Any] | None) -> TrainerStatus 
 def _done(newest: Mapping[str, float], train: Mapping[str, Any]) -> float | None:
     """The share of the run that is done; None where that cannot be known."""
     if train.get("steps"):
-        return newest.get("step", 0) / train["steps"]
-    return newest["epoch"] / (train.get("epochs") or 1) if "epoch" in newest else None
+        done = newest.get("step", 0) / train["steps"]
+    else:
+        done = newest.get("epoch", math.nan) / (train.get("epochs") or 1)
+    return done if 0 <= done < math.inf else None
 
 
-def _rows(path: Path) -> tuple[list[dict[str, Any]], float]:
-    """The last rows of a file that is being written, and when the last was."""
+def _rows(path: Path) -> tuple[list[dict[str, float]], float]:
+    """The numbers in the last rows of a file that is being written, and when the last was. What is no row, or no
+    number, is passed over: a spoilt file must neither fail a run nor hide the other jobs of a list."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
             file.seek(start)
             *lines, _ = file.read().split(b"\n")  # what follows the last newline is half a row
             written = os.fstat(file.fileno()).st_mtime
-    except FileNotFoundError:
+    except OSError:
         return [], 0.0
     rows = []
     for line in lines[1:] if start else lines:
         try:
             row = json.loads(line)
-        except ValueError:
-            continue  # not for us to judge: progress must not fail a run
+        except (ValueError, RecursionError):
+            continue
         if isinstance(row, dict):
-            rows.append(row)
+            rows.append({name: float(value) for name, value in row.items() if _fits(value)})
     return rows, written
+
+
+def _fits(value: Any) -> bool:
+    """Whether it is a number, and no larger than a float can be."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 1023)
 
 
 class ProgressPoster(threading.Thread):
