@@ -254,7 +254,7 @@ def client_of(backend: str, settings: Sequence[str] | None) -> TrainerClient:
             remedy = f"write KEY=VALUE with one of {', '.join(known)}"
             raise ConfigError(f'"{setting}" is no setting of {backend}', where="--backend-option", remedy=remedy)
         if known[key] == "int":
-            if not value.isdigit():
+            if not (value.isascii() and value.isdigit()):
                 raise ConfigError(f'"{value}" is not a whole number', where=f"--backend-option {key}")
             given[key] = int(value)
         else:

@@ -10,8 +10,10 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Literal, overload
 
+from luthier.config.faults import shown
 from luthier.errors import ConfigError, UserError
 from luthier.jobs.backends.base import Backend
+from luthier.jobs.messages import unknown_job
 from luthier.jobs.options import (
     BackendConfig,
     KubernetesBackendConfig,
@@ -32,6 +34,7 @@ from luthier.jobs.types import (
     Runtime,
     TrainJob,
 )
+from luthier.jobs.validate import LONGEST_NAME, NAME
 
 _LAST_LINES = 20
 """Of the log of a step that failed, in the error that says so."""
@@ -186,7 +189,7 @@ class TrainerClient:
         Raises:
             UserError: there is none of that name.
         """
-        return self.backend.get_job(name)
+        return self.backend.get_job(_asked(name))
 
     def get_job_logs(self, name: str, step: str = node_step(0), follow: bool | None = False) -> Iterator[str]:
         """Lines of a step's log; with `follow` each as soon as it is written, until the job has ended.
@@ -199,11 +202,11 @@ class TrainerClient:
         Raises:
             UserError: there is no such job, or the job has no such step.
         """
-        return self.backend.get_job_logs(name, step, follow=bool(follow))
+        return self.backend.get_job_logs(_asked(name), step, follow=bool(follow))
 
     def get_job_events(self, name: str) -> list[Event]:
         """What has happened to a job, the oldest first."""
-        return self.backend.get_job_events(name)
+        return self.backend.get_job_events(_asked(name))
 
     def wait_for_job_status(
         self,
@@ -227,9 +230,11 @@ class TrainerClient:
             JobTimeoutError: the time is over.
             UserError: there is no such job, or no such status, or the job has ended otherwise.
         """
-        wanted = {status} if isinstance(status, str) else set(status)
-        if not wanted or not wanted <= set(STATUSES):
-            told = ", ".join(sorted(wanted - set(STATUSES))) or "nothing"
+        asked = [status] if isinstance(status, str) or not isinstance(status, Collection) else list(status)
+        odd = [one for one in asked if one not in STATUSES]
+        wanted = set(asked) if not odd else set()
+        if not wanted:
+            told = ", ".join(map(str, odd)) or "nothing"
             raise ConfigError(f"{told} is not a status", where="status", remedy=f"there are {', '.join(STATUSES)}")
         for where, seconds in (("timeout", timeout), ("polling_interval", polling_interval)):
             if not isinstance(seconds, int | float) or not seconds > 0:
@@ -259,7 +264,7 @@ class TrainerClient:
         Raises:
             UserError: there is none of that name.
         """
-        self.backend.delete_job(name)
+        self.backend.delete_job(_asked(name))
 
     def suspend_job(self, name: str) -> None:
         """Let a job stop and wait; a run saves a checkpoint first.
@@ -267,7 +272,7 @@ class TrainerClient:
         Raises:
             UserError: there is none of that name, or it has ended.
         """
-        self.backend.suspend_job(name)
+        self.backend.suspend_job(_asked(name))
 
     def resume_job(self, name: str) -> None:
         """Let a suspended job go on when its turn comes, a run from its last checkpoint.
@@ -275,7 +280,7 @@ class TrainerClient:
         Raises:
             UserError: there is none of that name, or it has ended.
         """
-        self.backend.resume_job(name)
+        self.backend.resume_job(_asked(name))
 
     def _failure(self, job: TrainJob) -> JobFailedError:
         first, *rest = job.message.splitlines() or [""]
@@ -293,3 +298,14 @@ class TrainerClient:
         return {LocalBackendConfig: "local", KubernetesBackendConfig: "kubernetes", SlurmBackendConfig: "slurm"}[
             type(self._config)
         ]
+
+
+def _asked(name: object) -> str:
+    """The name of a job, as somebody asks for it.
+
+    Raises:
+        UserError: no job can have it, on any backend.
+    """
+    if not isinstance(name, str) or len(name) > LONGEST_NAME or not NAME.fullmatch(name):
+        raise unknown_job(shown(name))
+    return name
