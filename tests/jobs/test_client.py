@@ -256,6 +256,10 @@ PATCH = RuntimePatch()
         ({"options": ["mine"]}, "options.0: str is not an option"),
         ({"options": [Labels({"a/b/c!": "x"})]}, 'options.0.labels: "a/b/c!" is not a key of a label'),
         ({"options": [Labels({"a": "x y"})]}, 'options.0.labels.a: "x y" is not a value of a label'),
+        ({"options": [Labels({"a..b/c": "x"})]}, 'options.0.labels: "a..b/c" is not a key of a label'),
+        ({"options": [Labels({"a.-b/c": "x"})]}, 'options.0.labels: "a.-b/c" is not a key of a label'),
+        ({"options": [Annotations({"a": "\ud83d"})]}, "options.0.annotations.a: holds half a character"),
+        ({"trainer": BuiltinTrainer(env={"A": "\ud83d"})}, "trainer.env.A: holds half a character"),
         ({"options": [Labels({"-a/b": "x"})]}, 'options.0.labels: "-a/b" is not a key of a label'),
         (
             {"options": [Annotations({"no key": "x y"})]},
@@ -270,6 +274,21 @@ PATCH = RuntimePatch()
         (
             {"trainer": BuiltinTrainer(TorchTuneConfig(resources_per_node={"memory": "64K"}))},
             'trainer.config.resources_per_node.memory: "64K" is not a quantity',
+        ),
+        *(
+            (
+                {"trainer": BuiltinTrainer(TorchTuneConfig(resources_per_node=asked))},
+                f"trainer.config.resources_per_node.{words}",
+            )
+            for asked, words in (
+                ({"ram": "4Gi"}, "ram: is not a resource; there are cpu, memory, gpu, and devices as nvidia.com/gpu"),
+                ({"cpu ": 4}, "cpu : is not a resource"),
+                ({"": 4}, ": is not a resource"),
+                ({"cpu": 4, "CPU": 8}, "cpu: is there a second time; leave one out"),
+                ({"memory": "500m"}, 'memory: "500m" is a part of a byte; "500Mi" is so many MiB'),
+                ({"cpu": "-1"}, 'cpu: "-1" is not a quantity'),
+                ({"cpu": "1e9999"}, 'cpu: "1e9999" is not a quantity'),
+            )
         ),
         ({"options": [ActiveDeadlineSeconds(0)]}, "options.0.seconds: must be at least 1, not 0"),
         ({"options": [PATCH]}, "options.0: this machine has no pods to patch"),
@@ -289,7 +308,7 @@ PATCH = RuntimePatch()
                 {"runtime": "torch-distributed", "trainer": CustomTrainer(seven, packages_to_install=["six", package])},
                 f"trainer.packages_to_install.1: {package!r} is no requirement; write one each",
             )
-            for package in ("--index-url=x", "-r file", "six\n-r file")
+            for package in ("--index-url=x", "-r file", "six\n-r file", "six\f-r file", "six\u2028-r file", "six\\")
         ),
         (
             {
@@ -297,6 +316,13 @@ PATCH = RuntimePatch()
                 "trainer": CustomTrainer(seven, packages_to_install=["git+https://me:hidden@host/repo"]),
             },
             "trainer.packages_to_install.0: has credentials in its address; let pip find it by an index",
+        ),
+        (
+            {
+                "runtime": "torch-distributed",
+                "trainer": CustomTrainer(seven, packages_to_install=["six @ https://host/six.whl?signature=hidden"]),
+            },
+            "trainer.packages_to_install.0: has a query in its address, which may be a signature; let pip find it",
         ),
         ({"exporter": ModelExporter("/tmp/out")}, 'exporter.storage_uri: "/tmp/out" has no scheme; write hf://'),
         ({"exporter": ModelExporter("hf://a/b", form="adapter")}, "exporter.form: there is no adapter"),
@@ -458,6 +484,8 @@ def test_waiting_ends(client, tmp_path):
     [
         ({"status": {"Done"}}, "status: Done is not a status"),
         ({"status": set()}, "status: nothing is not a status"),
+        ({"status": None}, "status: None is not a status"),
+        ({"status": [1, ["Complete"]]}, "status: 1, ['Complete'] is not a status"),
         ({"polling_interval": 0}, "polling_interval: must be more than 0"),
         ({"timeout": 0}, "timeout: must be more than 0, not 0"),
         ({"timeout": float("nan")}, "timeout: must be more than 0, not nan"),
@@ -475,6 +503,9 @@ def test_jobs_and_runtimes_that_there_are_not(client):
     for ask in (client.get_job, client.delete_job, client.get_job_events, client.wait_for_job_status):
         with pytest.raises(UserError, match="nobody"):
             ask("nobody")
+        for none in (None, 5, "", "\udcff", "No_body", "../nobody", "n" * 64):
+            with pytest.raises(UserError, match="there is no job of this name"):
+                ask(none)
     with pytest.raises(UserError, match="nobody"):
         client.get_runtime("nobody")
 

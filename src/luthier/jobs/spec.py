@@ -8,13 +8,21 @@ to it ("model", "dataset", "output") and mean the same everywhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Literal
 
 DATASET, MODEL, ADAPTERS, OUTPUT = "dataset", "model", "adapters", "output"
 """Directories below the workspace, those of Kubeflow's mount paths."""
 DATASET_STEP, MODEL_STEP, EXPORT_STEP = "dataset-initializer", "model-initializer", "exporter"
+
+_QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]{1,3}|)", re.ASCII)
+_UNITS = {"n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("0.001"), "": Decimal(1)}
+_UNITS |= {letter: Decimal(1000 ** (number + 1)) for number, letter in enumerate("kMGTPE")}
+_UNITS |= {f"{letter}i": Decimal(1024 ** (number + 1)) for number, letter in enumerate("KMGTPE")}
+"""Suffixes of Kubernetes' quantities -> what they stand for."""
 
 
 def node_step(number: int) -> str:
@@ -39,6 +47,18 @@ def gpus_of(resources: Mapping[str, Any] | None) -> int | None:
 def is_gpu(resource: str) -> bool:
     """Whether a resource's name means GPUs: "gpu", or as a device plugin has it ("nvidia.com/gpu")."""
     return resource.lower().rpartition("/")[2] == "gpu"
+
+
+def amount_of(quantity: object) -> Decimal | None:
+    """What a quantity in Kubernetes' notation is in whole units; None where it is none, or less than 0.
+
+    >>> amount_of("64Gi"), amount_of("500m"), amount_of(8), amount_of("64GB")
+    (Decimal('68719476736'), Decimal('0.500'), Decimal('8'), None)
+    """
+    match = _QUANTITY.fullmatch(str(quantity)) if isinstance(quantity, int | float | str) else None
+    if match is None or isinstance(quantity, bool):
+        return None
+    return Decimal(match[1]) * (_UNITS[match[2]] if match[2] in _UNITS else Decimal(10) ** int(match[2][1:]))
 
 
 def step_names(dataset: object | None, model: object | None, num_nodes: int, exporter: object | None) -> list[str]:

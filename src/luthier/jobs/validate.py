@@ -13,18 +13,20 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from luthier.config.faults import shown
 from luthier.errors import ConfigError
-from luthier.jobs.spec import gpus_of, is_gpu
+from luthier.jobs.spec import amount_of, gpus_of, is_gpu
 from luthier.jobs.storage import Place, StorageError, parse
 
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 LONGEST_NAME = 63
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
-_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _LONGEST_PREFIX = 253
 _OWN_VARIABLE = re.compile(r"LUTHIER_(JOB|JOB_FILE|JOB_UID|WORKSPACE|STEPS)")
-_REQUIREMENT = re.compile(r"[A-Za-z0-9/.][^\n\r]*")
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[MGTPE]|[KMGTPE]i)?")
+_REQUIREMENT = re.compile(r"[A-Za-z0-9/.]([^\n\r]*[^\n\r\\])?")  # a backslash would take the next one in
+_RESOURCE = re.compile(r"cpu|memory|(ephemeral-)?storage|gpu|(mig|hugepages)-[-a-z0-9.]+", re.IGNORECASE)
+"""Resources that go by a short name; others have a maker's before a slash."""
+_BYTES = ("memory", "storage", "ephemeral-storage")
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "None"}
 
 Errors = list[ConfigError]
@@ -98,6 +100,8 @@ def _fits(value: Any, kind: Any, path: str, errors: Errors) -> bool:
         return False
     if isinstance(value, str) and "\0" in value:
         errors.append(ConfigError("holds a NUL, which no path and no variable can", where=path))
+    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        errors.append(ConfigError("holds half a character, which no file and no variable can", where=path))
     if dataclasses.is_dataclass(value):
         check_types(value, path, errors)
     return True
@@ -182,10 +186,13 @@ def check_environment(env: Mapping[str, str], where: str, errors: Errors) -> Non
 def check_packages(packages: Sequence[str], where: str, errors: Errors) -> None:
     """Requirements, one each: pip would read anything else as options."""
     for number, package in enumerate(packages):
+        remedy = "let pip find it by an index of pip_index_urls, which are kept as secrets"
         if re.search(r"://[^/]*@", package):
-            remedy = "let pip find it by an index of pip_index_urls, which are kept as secrets"
             errors.append(ConfigError("has credentials in its address", where=f"{where}.{number}", remedy=remedy))
-        elif package.strip() and not _REQUIREMENT.fullmatch(package):
+        elif re.search(r"://[^\s#]*\?", package):
+            what = "has a query in its address, which may be a signature"
+            errors.append(ConfigError(what, where=f"{where}.{number}", remedy=remedy))
+        elif package.strip() and (not _REQUIREMENT.fullmatch(package) or len(package.splitlines()) > 1):
             remedy = 'write one each, as "peft==0.18.0"; pip_index_urls says where they are'
             errors.append(ConfigError(f"{package!r} is no requirement", where=f"{where}.{number}", remedy=remedy))
 
@@ -195,8 +202,12 @@ def check_resources(resources: Mapping[str, Any] | None, where: str, errors: Err
     sound = True
     for name, value in (resources or {}).items():
         what = remedy = None
-        if isinstance(value, bool) or not isinstance(value, int | float | str) or not _QUANTITY.fullmatch(str(value)):
+        if not (_RESOURCE.fullmatch(name) or ("/" in name and _is_key(name))):
+            what, remedy = "is not a resource", "there are cpu, memory, gpu, and devices as nvidia.com/gpu"
+        elif amount_of(value) is None:
             what, remedy = f"{_summary(value)} is not a quantity", 'write 8 or "64Gi"'
+        elif name.lower() in _BYTES and str(value)[-1] in "num":
+            what, remedy = f"{shown(value)} is a part of a byte", f'"{str(value)[:-1]}Mi" is so many MiB'
         elif is_gpu(name) and not str(value).isdecimal():
             what = f"{shown(value)} is not a whole number of GPUs"
         if what is not None:
@@ -204,6 +215,9 @@ def check_resources(resources: Mapping[str, Any] | None, where: str, errors: Err
             errors.append(ConfigError(what, where=f"{where}.{name}", remedy=remedy))
     if len(names := [name for name in resources or {} if is_gpu(name)]) > 1:
         errors.append(ConfigError("names GPUs a second time", where=f"{where}.{names[1]}", remedy="leave it out"))
+    short = [name.lower() for name in resources or {}]
+    if twice := next((name for name in resources or {} if not is_gpu(name) and short.count(name.lower()) > 1), None):
+        errors.append(ConfigError("is there a second time", where=f"{where}.{twice}", remedy="leave one out"))
     return gpus_of(resources) if sound else None
 
 

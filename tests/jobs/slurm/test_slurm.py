@@ -290,6 +290,7 @@ def test_the_script_asks_for_what_the_job_needs(tmp_path: Path) -> None:
         ({"cpu": "1500m"}, ["--cpus-per-task=2"]),
         ({"cpu": 0.5, "memory": 64_000_000_000}, ["--cpus-per-task=1", "--mem=61035M"]),
         ({"nvidia.com/gpu": "2", "memory": "1.5Ti"}, ["--gpus-per-node=2", "--mem=1572864M"]),
+        ({"cpu": "1500m", "memory": "6.4e10"}, ["--cpus-per-task=2", "--mem=61035M"]),
         ({"gpu": "0", "memory": "1Ki"}, ["--gpus-per-node=0", "--mem=1M"]),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,17 +12,13 @@ from pathlib import Path
 from luthier.errors import UserError
 from luthier.jobs.backends.slurm_step import NODE
 from luthier.jobs.options import SlurmBackendConfig
-from luthier.jobs.spec import DATASET_STEP, EXPORT_STEP, MODEL_STEP, JobSpec, gpus_of, is_gpu, node_step
+from luthier.jobs.spec import DATASET_STEP, EXPORT_STEP, MODEL_STEP, JobSpec, amount_of, gpus_of, is_gpu, node_step
 
 STEPS, BATCH_LOG, NUMBER = "steps.txt", "batch.txt", "number.txt"
 SCRIPT_STEP = "script"
 """What the script calls itself in `STEPS`."""
 
 _MEBI = 1 << 20
-_UNITS = {"m": Decimal("0.001"), "": Decimal(1)}
-_UNITS |= {letter: Decimal(1000 ** (number + 1)) for number, letter in enumerate("kMGTPE")}
-_UNITS |= {f"{letter}i": Decimal(1024 ** (number + 1)) for number, letter in enumerate("KMGTPE")}
-"""Suffixes of Kubernetes' quantities -> what they stand for."""
 
 _HEAD = """
 # Words in single quotes are meant as they are.
@@ -156,8 +151,7 @@ def _pattern(path: Path) -> str:
 
 def _amount(quantity: str | float, of: str) -> Decimal:
     """What a quantity of Kubernetes is in whole units."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-zA-Z]*)", str(quantity).strip())
-    if match is None or match[2] not in _UNITS:
+    if (amount := amount_of(quantity)) is None:
         where, remedy = f"resources_per_node.{of}", 'write 8 or "64Gi"'
         raise UserError(f'"{quantity}" is no amount of {of}', where=where, remedy=remedy)
-    return Decimal(match[1]) * _UNITS[match[2]]
+    return amount
