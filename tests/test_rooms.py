@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "luthier"
 
 FLOORS = [
-    ["config", "batch", "errors", "launch"],
+    ["config", "batch", "errors", "launch", "own_code"],
     ["hf", "losses", "optim"],
     ["data", "adapters", "parallel"],
     ["engine", "sampling", "report"],

@@ -95,7 +95,10 @@ class Sample:
             weights: [n] weight of each *token as something to be predicted*; the first is never predicted.
             origin: where the document came from.
         """
-        full = np.asarray(ids, dtype=np.int64)
+        full = np.asarray(ids)
+        if full.size and full.dtype.kind not in "iu":  # a cast would cut 1.5 down to 1 without a word
+            raise ValueError(f"ids are {full.dtype}, not whole numbers")
+        full = full.astype(np.int64, copy=False)
         weight = np.asarray(weights, dtype=np.float32)
         if full.ndim != 1 or full.shape != weight.shape:
             raise ValueError(f"ids {full.shape} and weights {weight.shape} must be one-dimensional and of one length")

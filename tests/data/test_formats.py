@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -284,12 +286,41 @@ def test_a_format_of_ones_own(tiny, rows_of, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("gives", "words"),
+    [
+        (lambda row: row["ids"]["no"], r"rows.jsonl:1: format own_format:Own raises TypeError: "),
+        (lambda row: row["label"], r"rows.jsonl:1: format own_format:Own raises KeyError: 'label'; mend the format"),
+        (lambda row: row, "gives a dict, where a Sample, a list of them or None belongs"),
+        (lambda row: [Sample.from_ids([1, 2], [1.0, 1.0]), None], "gives a NoneType, where"),
+        (lambda row: Sample.from_ids([1.5, 2.5], [1.0, 1.0]), "refuses the row .ids are float64, not whole numbers"),
+        (lambda row: Sample.from_ids([1, 2], [1.0, math.nan]), "weights that are not finite"),
+    ],
+)
+def test_a_format_of_ones_own_that_goes_wrong_is_named_with_the_row(tiny, rows_of, monkeypatch, gives, words):
+    import sys
+
+    class Own:
+        def __init__(self, tokenizer, source):
+            pass
+
+        def __call__(self, row):
+            return gives(row)
+
+    monkeypatch.setitem(sys.modules, "own_format", type(sys)("own_format"))
+    sys.modules["own_format"].Own = Own
+    with pytest.raises(DataError, match=words):
+        rows_of(tiny, [{"ids": [1, 2]}], {"format": "own_format:Own"})
+
+
+@pytest.mark.parametrize(
     ("name", "words"),
     [
         ("chatml", "no format 'chatml'"),
         ("luthier_no_such:Thing", "cannot be imported"),
         ("luthier.batch:Nothing", "cannot be imported"),
         ("luthier.batch:Sample", "cannot be made"),
+        (":Thing", "there is no format ':Thing'"),
+        ("luthier.batch:", "there is no format 'luthier.batch:'"),
     ],
 )
 def test_formats_that_there_are_not(tiny, name, words):

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from luthier.batch import Sample
 from luthier.config.kinds import kind_of
 from luthier.config.sections import DataConfig, SourceConfig
@@ -21,6 +23,7 @@ from luthier.data.sources import Origin, RawRow, read_rows
 from luthier.errors import DataError, UserError
 from luthier.hf.render import Tokenizer
 from luthier.hf.sight import blindness, sight_of
+from luthier.own_code import own_code, told_of
 
 Progress = Callable[[int, int | None], None]
 """Called with rows done, and rows in all where that is known."""
@@ -86,7 +89,7 @@ class SourceReader:
         try:
             if isinstance(row, BadRow):
                 raise row
-            made = self._made(row, origin)
+            samples = self._of_format(row, origin)
         except BadRow as fault:
             placed = fault.at(str(origin))
             if self.data.on_bad_row == "raise":
@@ -94,7 +97,6 @@ class SourceReader:
                 raise placed from fault.__cause__
             self.report.skip(placed)
             return []
-        samples = made if isinstance(made, list) else [made] if made is not None else []
         samples = [replace(sample, origin=str(origin)) for sample in samples if len(sample)]
         if not samples:
             self.report.empty += 1
@@ -115,6 +117,26 @@ class SourceReader:
     def stop_ids(self) -> set[int]:
         """Tokens that ended what the model is to say, in the rows seen so far."""
         return set(getattr(self._format, "stop_ids", ()))
+
+    def _of_format(self, row: dict[str, Any], origin: Origin) -> list[Sample]:
+        """What the format makes of a row; one of the user's own is not trusted to be as it should."""
+        name = self.source.format or ""
+        if ":" not in name:
+            return _listed(self._made(row, origin))
+
+        def fault(error: BaseException) -> DataError:
+            remedy = "mend the format; with a ValueError it says that a row cannot be used"
+            return DataError(f"format {name} {told_of(error)}", where=str(origin), remedy=remedy)
+
+        with own_code(fault):
+            samples = _listed(self._made(row, origin))
+        for other in samples:
+            if not isinstance(other, Sample):
+                what = f"format {name} gives a {type(other).__name__}, where a Sample, a list of them or None belongs"
+                raise DataError(what, where=str(origin))
+        if not all(np.isfinite(sample.weights).all() for sample in samples):
+            raise BadRow("the format gives weights that are not finite", reason="weights that are not finite")
+        return samples
 
     def _made(self, row: dict[str, Any], origin: Origin) -> Sample | list[Sample] | None:
         sight = sight_of(self.tokenizer)
@@ -156,6 +178,10 @@ class SourceReader:
             remarks: Counter[str] | None = getattr(self._format, "remarks", None)
             if remarks is not None:
                 self.report.remarks = remarks
+
+
+def _listed(made: Sample | list[Sample] | None) -> list[Sample]:
+    return made if isinstance(made, list) else [] if made is None else [made]
 
 
 def _names(source: SourceConfig, files: list[Path] | None) -> str:

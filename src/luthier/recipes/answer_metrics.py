@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from luthier.config.suggest import nearest
 from luthier.errors import ConfigError, UserError, first_line
-from luthier.recipes.own_code import kind_and_words, module_of, number_of, own_code
+from luthier.own_code import kind_and_words, module_of, number_of, own_code
 
 Metric = Callable[[str, str], float]
 """metric(prediction, reference) -> number."""

@@ -20,9 +20,9 @@ from luthier.config import GenerationConfig
 from luthier.data.loader import Rows
 from luthier.data.report import EXAMPLES
 from luthier.errors import DataError, UserError
+from luthier.own_code import own_code, told_of
 from luthier.recipes.answer_metrics import Metric
 from luthier.recipes.generate import stops_of
-from luthier.recipes.own_code import own_code, told_of
 from luthier.report.progress import stage
 from luthier.sampling.engine import SLOTS, SamplingEngine
 from luthier.sampling.request import SamplingRequest

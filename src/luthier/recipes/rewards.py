@@ -9,7 +9,7 @@ from typing import Any
 
 from luthier.data.formats.unpaired import SAMPLED
 from luthier.errors import ConfigError, DataError
-from luthier.recipes.own_code import kind_and_words, module_of, number_of, own_code, told_of
+from luthier.own_code import kind_and_words, module_of, number_of, own_code, told_of
 
 Function = Callable[..., Any]
 _WHERE = "method.rewards"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Collection
-from pathlib import Path
+from functools import partial
 
 from luthier.config.kinds import Kind
 from luthier.config.sections import SourceConfig
@@ -16,8 +14,9 @@ from luthier.data.formats.preference import LISTS, PROMPTS, PreferenceFormat, Ra
 from luthier.data.formats.random import RandomFormat
 from luthier.data.formats.text import TextFormat
 from luthier.data.formats.unpaired import PromptFormat, UnpairedFormat
-from luthier.errors import ConfigError, DataError, UserError
+from luthier.errors import ConfigError, DataError
 from luthier.hf.render import Tokenizer
+from luthier.own_code import kind_and_words, module_of, own_code
 
 FORMATS: dict[str, Callable[[Tokenizer, SourceConfig], Format]] = {
     "text": TextFormat,
@@ -129,25 +128,19 @@ def make_format(name: str, tokenizer: Tokenizer, source: SourceConfig, kind: Kin
     if name in FORMATS:
         _refuse_unused(name, source)
         return _of_kind(FORMATS[name](tokenizer, source), name, kind)
-    module_name, colon, class_name = name.partition(":")
-    if not colon:
+    place, colon, class_name = name.rpartition(":")
+    if not colon or not place or not class_name:
         remedy = f"use {', '.join(FORMATS)}, or package.module:Class"
         raise ConfigError(f"there is no format {name!r}", where="data.*.format", remedy=remedy)
-    if str(Path.cwd()) not in sys.path:
-        # a format beside the config file is found, as it is with `python -m`
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"format {name!r} cannot be imported ({error})", where="data.*.format") from error
-    try:
+    with own_code(partial(_unusable, f"format {name!r} cannot be imported")):
+        found = getattr(module_of(place), class_name)
+    with own_code(partial(_unusable, f"format {name!r} cannot be made")):
         own: Format = found(tokenizer, source)
-    except UserError:
-        raise
-    except Exception as error:
-        what = type(error).__name__
-        raise ConfigError(f"format {name!r} cannot be made ({what}: {error})", where="data.*.format") from error
     return _of_kind(own, name, kind)
+
+
+def _unusable(what: str, error: BaseException) -> ConfigError:
+    return ConfigError(f"{what} ({kind_and_words(error)})", where="data.*.format")
 
 
 def _of_kind(made: Format, name: str, kind: Kind) -> Format:

@@ -1,4 +1,4 @@
-"""Code that a user brings along, a reward or a metric: how it is imported, and what is said when it fails."""
+"""Code that a user brings along, a format, a reward or a metric: how it is imported, and what is said when it fails."""
 
 from __future__ import annotations
 
