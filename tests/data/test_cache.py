@@ -61,6 +61,8 @@ def test_the_key_is_the_content(config, tiny, tmp_path):
     again = tokenise(source.model_copy(update={"path": str(moved)}), config, tiny)
     assert len(entries()) == 1
     assert again.origin(3) == f"{moved}:4"
+    # what is said of rows names the file that they are in now
+    assert again.report.examples == {"empty": [f"{moved}:601"]}
     for change in ({"sequence_length": 8}, {"too_long": "drop"}):
         tokenise(source.model_copy(update={"path": str(moved)}), config.model_copy(update=change), tiny)
     assert len(entries()) == 3

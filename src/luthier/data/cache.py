@@ -79,7 +79,8 @@ def tokenise(
         return replace(assemble(meta, memory.read), roots=reader.roots(names), store=store)
     try:
         found = _cached(reader, names, _key(reader), progress)
-        return replace(found, origins=names, roots=reader.roots(names), store=store)
+        report = found.report.moved(dict(zip(found.origins, names, strict=True)))
+        return replace(found, origins=names, report=report, roots=reader.roots(names), store=store)
     except OSError as error:
         remedy = "set LUTHIER_CACHE to a directory that can be written, or data.cache: false"
         what, where = f"the cache cannot be written ({error.strerror or error})", str(cache_directory())

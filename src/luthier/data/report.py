@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from luthier.errors import DataError
@@ -83,6 +84,17 @@ class DataReport:
         for kind, places in other.examples.items():
             for place in places:
                 self.note(kind, place)
+
+    def moved(self, names: Mapping[str, str]) -> DataReport:
+        """The same of files that have other names now; the places begin with these."""
+
+        def now(place: str) -> str:
+            old = max((name for name in names if place.startswith(f"{name}:")), key=len, default="")
+            return names[old] + place.removeprefix(old) if old else place
+
+        return replace(
+            self, examples={kind: [now(place) for place in places] for kind, places in self.examples.items()}
+        )
 
     def lines(self) -> list[str]:
         """The report in words, a sentence a line; what did not happen is not mentioned."""
