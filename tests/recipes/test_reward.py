@@ -255,6 +255,24 @@ def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], faul
         config(tmp_path, "run", **changes)
 
 
+@pytest.mark.parametrize("model", ["debug:llama", "debug:gemma"])
+@pytest.mark.parametrize(
+    ("adapter", "field"),
+    [
+        ({"target": ["attn", "unembed"]}, "adapter.target"),
+        ({"target": ["lm_head"]}, "adapter.target"),
+        ({"train_modules": ["lm_head"]}, "adapter.train_modules"),
+    ],
+)
+def test_a_head_that_a_score_stands_in_place_of_is_not_trained(
+    tmp_path: Path, model: str, adapter: dict[str, Any], field: str
+) -> None:
+    """With the embedding's weight or one of its own: it would get no gradient and be in no export."""
+    rows_of(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{field}: lm_head writes text"):
+        reward.train(config(tmp_path, "run", model=model, adapter=adapter))
+
+
 def test_a_text_that_is_a_token_longer_than_the_model(tmp_path: Path) -> None:
     longest = debug_config("gpt2").n_positions
     rows_of(tmp_path, 2)

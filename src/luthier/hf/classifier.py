@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedModel
 
-from luthier.errors import ModelError
+from luthier.errors import ConfigError, ModelError
 from luthier.hf.anatomy import backbone_name
 from luthier.hf.gather import plain_class
 from luthier.hf.load import build_on_meta
@@ -45,8 +45,10 @@ def attach_score(model: PreTrainedModel, seed: int) -> None:
 
     Raises:
         ModelError: as of `classifier_class`.
+        ConfigError: an adapter is to train the head, of which nothing would be learnt or written.
     """
     classifier_class(model)
+    _refuse_training_the_head(model)
     text = model.config.get_text_config()
     first = torch.empty(1, text.hidden_size, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
@@ -58,6 +60,18 @@ def attach_score(model: PreTrainedModel, seed: int) -> None:
     model.add_module(SCORE, score)
     if head is not None and head.weight is not embedding.weight:
         head.requires_grad_(False)
+
+
+def _refuse_training_the_head(model: PreTrainedModel) -> None:
+    head = model.get_output_embeddings()
+    name = next((name for name, module in model.named_modules() if module is head), "")
+    adapted = getattr(head, "lora_spec", None) is not None
+    if adapted or name in getattr(model, "lora_trained", ()):
+        raise ConfigError(
+            f"{name} writes text, and a reward model has a score in its place",
+            where="adapter.target" if adapted else "adapter.train_modules",
+            remedy="leave it out",
+        )
 
 
 def last_place(ids: list[int], padding: int) -> int:
