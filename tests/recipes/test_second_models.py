@@ -87,6 +87,12 @@ def test_a_second_model_that_cannot_be_read_is_told_of_its_own_field(
     assert words in told
 
 
+def test_a_base_that_is_not_there_is_told_of_by_its_option(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["evaluate", "--model", "debug:llama", "--data", ROWS, "--base", "/nowhere"]
+    words += ["--side-by-side", str(tmp_path / "answers.md"), "generation.max_new_tokens=2"]
+    assert refused(capfd, *words).startswith("--base: there is no file or directory '/nowhere'")
+
+
 def test_a_base_of_other_tokens_does_not_stand_beside(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["evaluate", "--model", "debug:llama", "--data", ROWS, "--base", SMOLLM2]
     words += ["--side-by-side", str(tmp_path / "answers.md"), "generation.max_new_tokens=2"]

@@ -13,6 +13,7 @@ from luthier.data.loader import Rows, build_rows
 from luthier.engine.evaluate import evaluate as measure
 from luthier.engine.network import Network
 from luthier.errors import ConfigError, DataError
+from luthier.hf.source import named_in
 from luthier.launch import join
 from luthier.parallel.mesh import Mesh
 from luthier.recipes.answer_metrics import Metric, find_metrics
@@ -161,13 +162,16 @@ def _asked(
         if wanted.base is None
         else config.model_copy(update={"model": wanted.base, "revision": None, "tokenizer": None})
     )
-    others = tokenizer_of(other)
+    where = "--base" if wanted.base is not None else "model"
+    with named_in(where):
+        others = tokenizer_of(other)
     if wanted.base is not None:
         own = tokenizer.get_vocab()
         if any(own.get(token) != place for token, place in others.get_vocab().items()):
             remedy = "name a model of the same tokenizer"
             raise ConfigError(f"{wanted.base} has other tokens than {config.model}", where="--base", remedy=remedy)
-    base_model = inference_network(other, network.device, None).model
+    with named_in(where):
+        base_model = inference_network(other, network.device, None).model
     base = answers_to(base_model, others, questions, title="answering without the training", **how)
     scores["base"] = measured(metrics, questions, base)
     beside = [
