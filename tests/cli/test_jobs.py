@@ -191,6 +191,7 @@ def test_submit_shows_what_would_run(capfd, monkeypatch):
         (["submit"], "initializer.model: is missing"),
         (["list", "--backend-option", "namespace=x"], '"namespace=x" is no setting of local'),
         (["list", "--backend-option", "max_running_jobs=many"], '"many" is not a whole number'),
+        (["list", "--backend-option", "max_running_jobs=²"], '"²" is not a whole number'),
         (["list", "--watch", "--json"], "--json: prints one object, and watching has many"),
         (["get", "nobody"], "nobody"),
         (["logs", "nobody"], "nobody"),

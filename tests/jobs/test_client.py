@@ -258,6 +258,11 @@ PATCH = RuntimePatch()
         ({"options": [Labels({"a": "x y"})]}, 'options.0.labels.a: "x y" is not a value of a label'),
         ({"options": [Labels({"a..b/c": "x"})]}, 'options.0.labels: "a..b/c" is not a key of a label'),
         ({"options": [Labels({"a.-b/c": "x"})]}, 'options.0.labels: "a.-b/c" is not a key of a label'),
+        (
+            {"options": [Annotations({"jobs.luthier/secrets": "anothers"})]},
+            "options.0.annotations.jobs.luthier/secrets: is set by Luthier itself; choose another prefix",
+        ),
+        ({"options": [Labels({"jobs.luthier/x": "y"})]}, "options.0.labels.jobs.luthier/x: is set by Luthier itself"),
         ({"options": [Annotations({"a": "\ud83d"})]}, "options.0.annotations.a: holds half a character"),
         ({"trainer": BuiltinTrainer(env={"A": "\ud83d"})}, "trainer.env.A: holds half a character"),
         ({"options": [Labels({"-a/b": "x"})]}, 'options.0.labels: "-a/b" is not a key of a label'),

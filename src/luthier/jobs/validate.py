@@ -22,6 +22,8 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
 _PREFIX = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _LONGEST_PREFIX = 253
+_OWN_KEYS, _OTHER_KEY = "jobs.luthier/", "choose another prefix"
+"""By keys of ours a job's Secrets are found, to be deleted with it."""
 _OWN_VARIABLE = re.compile(r"LUTHIER_(JOB|JOB_FILE|JOB_UID|WORKSPACE|STEPS)")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9/.]([^\n\r]*[^\n\r\\])?")  # a backslash would take the next one in
 _RESOURCE = re.compile(r"cpu|memory|(ephemeral-)?storage|gpu|(mig|hugepages)-[-a-z0-9.]+", re.IGNORECASE)
@@ -151,6 +153,8 @@ def check_labels(labels: Mapping[str, str], where: str, errors: Errors) -> None:
     for key, value in labels.items():
         if not _is_key(key):
             errors.append(ConfigError(f"{shown(key)} is not a key of a label", where=where))
+        elif key.startswith(_OWN_KEYS):
+            errors.append(ConfigError("is set by Luthier itself", where=f"{where}.{key}", remedy=_OTHER_KEY))
         elif len(value) > LONGEST_NAME or not _LABEL.fullmatch(value):
             what = f"{shown(value)} is not a value of a label"
             remedy = "use an annotation for longer texts"
@@ -162,6 +166,8 @@ def check_annotations(annotations: Mapping[str, str], where: str, errors: Errors
     for key in annotations:
         if not _is_key(key):
             errors.append(ConfigError(f"{shown(key)} is not a key of an annotation", where=where))
+        elif key.startswith(_OWN_KEYS):
+            errors.append(ConfigError("is set by Luthier itself", where=f"{where}.{key}", remedy=_OTHER_KEY))
 
 
 def _is_key(key: str) -> bool:
