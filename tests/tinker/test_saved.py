@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +88,29 @@ def test_states_of_something_else_are_refused(tmp_path: Path) -> None:
         fresh().load_state(tmp_path / "b").result()
     with pytest.raises(UserError, match="ttl_seconds: 0 is no number of seconds above 0"):
         fresh().save_state("x", ttl_seconds=0).result()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"name": None}, "name: None is no name"),
+        ({"name": "a\0b"}, "name: 'a.x00b' cannot be a directory's name"),
+        ({"name": "\ud83d"}, "name: .* cannot be a directory's name"),
+        ({"name": "ü" * 128}, "name: .* cannot be a directory's name"),
+        ({"name": "/dev/null/a"}, "/dev/null/a: there can be no directory of this name"),
+        ({"name": "a", "ttl_seconds": "5"}, "ttl_seconds: '5' is no number of seconds"),
+        ({"name": "a", "user_metadata": ["a"]}, "user_metadata: it is no mapping of text to text"),
+        ({"name": "a", "user_metadata": {"a": {1}}}, "user_metadata: it is no mapping of text to text"),
+    ],
+)
+def test_names_and_notes_that_cannot_be_kept_leave_nothing_behind(
+    tmp_path: Path, given: dict[str, Any], told: str
+) -> None:
+    client = fresh(directory=tmp_path)
+    for save in (client.save_state, client.save_weights_for_sampler):
+        with pytest.raises(UserError, match=told):
+            save(**given).result()
+    assert not list(tmp_path.rglob("*"))
 
 
 @torch.no_grad()

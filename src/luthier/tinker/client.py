@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from luthier.config import ParallelConfig
 from luthier.engine.build import Precision
-from luthier.errors import ConfigError, ModelError
+from luthier.errors import CheckpointError, ConfigError, ModelError
 from luthier.hf.tokenizer import load_tokenizer
 from luthier.losses.table import loss_named
 from luthier.tinker import saved
@@ -30,6 +31,9 @@ from luthier.tinker.types import (
 )
 
 _STATES, _SAMPLERS = "weights", "sampler_weights"
+_UNWRITABLE = re.compile(r"[\0\ud800-\udfff]")
+_LONGEST_NAME = 240
+"""Bytes: while it is written a directory has a longer name beside its own, and disks take 255."""
 
 
 class LocalTrainingClient(Calls):
@@ -195,7 +199,7 @@ class LocalTrainingClient(Calls):
         """
 
         def work() -> SaveWeightsForSamplerResponse:
-            path = self._new(name, _SAMPLERS, ttl_seconds)
+            path = self._new(name, _SAMPLERS, ttl_seconds, user_metadata)
             saved.save_for_sampler(self.state, path, user_metadata=user_metadata)
             return SaveWeightsForSamplerResponse(str(path))
 
@@ -245,7 +249,7 @@ class LocalTrainingClient(Calls):
         """
 
         def work() -> SaveWeightsResponse:
-            path = self._new(name, _STATES, ttl_seconds)
+            path = self._new(name, _STATES, ttl_seconds, user_metadata)
             saved.save(self.state, path, overwrite=overwrite, adapters_only=adapters_only, user_metadata=user_metadata)
             return SaveWeightsResponse(str(path))
 
@@ -287,12 +291,31 @@ class LocalTrainingClient(Calls):
             self._live, self._live_of = self._sampling_client(self._snapshot()), self._changes
         return self._live
 
-    def _new(self, name: str | Path, folder: str, ttl_seconds: int | None) -> Path:
-        if ttl_seconds is not None and not ttl_seconds > 0:
+    def _new(self, name: str | Path, folder: str, ttl_seconds: int | None, notes: Any) -> Path:
+        """Where a name is to lie; what goes with it is checked before anything is written."""
+        if ttl_seconds is not None and not (isinstance(ttl_seconds, int | float) and ttl_seconds > 0):
             raise ConfigError(f"{ttl_seconds!r} is no number of seconds above 0", where="ttl_seconds")
-        return self._path(name, folder)
+        is_text = isinstance(notes or {}, Mapping) and all(
+            isinstance(it, str) for pair in (notes or {}).items() for it in pair
+        )
+        if not is_text:
+            raise ConfigError("it is no mapping of text to text", where="user_metadata")
+        path = self._path(name, folder)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            what = f"there can be no directory of this name ({error.strerror})"
+            raise CheckpointError(what, where=str(path), remedy="choose another name") from None
+        return path
 
     def _path(self, name: str | Path, folder: str) -> Path:
+        if not isinstance(name, str | Path):
+            raise ConfigError(f"{name!r} is no name", where="name", remedy="give text or a path")
+        text = str(name)
+        if _UNWRITABLE.search(text) or any(len(part.encode()) > _LONGEST_NAME for part in text.split("/")):
+            raise ConfigError(
+                f"{text[:60]!r} cannot be a directory's name", where="name", remedy="choose a shorter one, of letters"
+            )
         if isinstance(name, Path) or "/" in name:
             return Path(name)
         if not name or name.startswith("."):
