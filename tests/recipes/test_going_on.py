@@ -40,7 +40,11 @@ def test_other_validation_rows_begin_the_best_and_the_patience_anew(tmp_path: Pa
     assert second["best"] == {"step": 4, "loss": second["validation"]["loss"]}
     assert (second["steps"], second["stopped_early"]) == (7, True)
     assert [path.name for path in committed(tmp_path / "run" / "checkpoints")] == ["step-000004", "step-000007"]
-    assert "the validation rows are others than before" in (tmp_path / "run" / "log.txt").read_text()
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "the validation rows are others than before" in log
+    told = [line.rpartition("another ")[2] for line in log.splitlines() if "going on with another" in line]
+    paths = tmp_path / "hard.jsonl", tmp_path / "easy.jsonl"
+    assert told == ["data.validation.0.path: {}, before {}".format(*paths), "train.steps: 8, before 3"]
 
 
 CALLS_END_OTHERWISE = (

@@ -123,6 +123,8 @@ def opened(config: RunConfig, resume: Resume) -> Iterator[Run]:
     ):
         run = open_run(config, directory, resume, interruption, device, mesh)
         if run.state.is_main:
+            for line in directory.changes(config) if run.state.counters.step else ():
+                logger.info("going on with another %s", line)
             directory.write_config(config)
         with Reporter(directory.path, config, run.state, run.total) as run.report:
             # Last of all, so that nothing that was drawn while setting up counts.

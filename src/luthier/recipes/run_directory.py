@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -69,6 +70,14 @@ class RunDirectory:
         """Leave the resolved config in the directory."""
         write_text(self.config, dump_config(config))
 
+    def changes(self, config: RunConfig) -> list[str]:
+        """Settings that the run went by until now and that this config has otherwise, a line each."""
+        try:
+            before = load_config(self.config)
+        except ConfigError:  # none was left, or it is another version's
+            return []
+        return [f"{path}: {new}, before {old}" for path, old, new in _differences(_plain(before), _plain(config))]
+
     def discard(self) -> None:
         """Remove the directory of a run that was refused: one that holds nothing but what was said while it began."""
         if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= {self.log.name, _LOCK, "logs"}:
@@ -100,6 +109,21 @@ class RunDirectory:
             yield
         finally:
             lock.release()
+
+
+def _plain(config: RunConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude={"output"})
+
+
+def _differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in before | now:
+            yield from _differences(before.get(key), now.get(key), f"{path}.{key}" if path else str(key))
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for number, (old, new) in enumerate(zip(before, now, strict=True)):
+            yield from _differences(old, new, f"{path}.{number}")
+    elif before != now:
+        yield path, before, now
 
 
 def write_text(path: Path, text: str) -> None:
