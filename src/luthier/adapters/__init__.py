@@ -16,6 +16,7 @@ from luthier.adapters.layer import (
 from luthier.adapters.loftq import LoftQ, rounds_of
 from luthier.adapters.lora import LoraReport, apply_lora, finish_lora, report
 from luthier.adapters.merge import MergeReport, Merging, merge, merged_weight
+from luthier.adapters.peft_config import other_base
 from luthier.adapters.peft_files import load_peft
 from luthier.adapters.plus import learning_rates
 from luthier.adapters.quantized import packing_of, quantizable, quantized_report, require_whole_blocks
@@ -53,6 +54,7 @@ __all__ = [
     "load_peft",
     "merge",
     "merged_weight",
+    "other_base",
     "packing_of",
     "part_on_meta",
     "passed_by",

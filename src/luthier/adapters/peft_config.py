@@ -224,6 +224,17 @@ def find_config(directory: Path) -> Path:
     raise ModelError(f"there is no {CONFIG_FILE}", where=str(directory), remedy="name a directory that PEFT has saved")
 
 
+def other_base(directory: Path, *names: str) -> str | None:
+    """The base that the files in a directory name, if that is another than the model of these names.
+
+    Names and paths of one model end alike, whoever has it where: others may be of the same sizes and fit as well.
+    """
+    raw = json.loads(find_config(directory).read_text(encoding="utf-8"))
+    named = str(raw.get("base_model_name_or_path") or "")
+    own, *others = (name.rstrip("/").rpartition("/")[2].lower() for name in (named, *names))
+    return named if own and own not in others else None
+
+
 def peft_config_json(
     *,
     ranks: dict[str, int],

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Required, TypedDict, Unpack
 
 import torch
@@ -25,6 +26,7 @@ from luthier.adapters import (
     finish_adapter,
     is_adapter_weight,
     learning_rates,
+    other_base,
     packing_of,
     part_on_meta,
     quantizable,
@@ -184,6 +186,10 @@ def build_network(
         lora = found if mesh is None else lora or found  # a rank sees its part alone
         if isinstance(lora, LoraReport):
             lora = replace(lora, quantized=plan.quantized)
+        start = adapter.start_from
+        other = other_base(Path(start), source.name, source.text) if start is not None else None
+        if other is not None and (mesh is None or mesh.rank == 0):
+            logger.warning("the adapter in %s was made for %s, and is put on %s", start, other, source.text)
     if how.get("score", False):
         attach_score(model, seed)
     if mesh is not None and mesh.fsdp is not None:
