@@ -235,10 +235,10 @@ def directory_of(name: str, work: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from luthier.hf.debug.tiny import debug_config, debug_tokenizer
     from luthier.hf.load import load_model
     from luthier.hf.save import save_model
     from luthier.hf.source import resolve
-    from luthier.hf.tiny import debug_config, debug_tokenizer
     from luthier.hf.tokenizer import load_tokenizer
 
     directory = work / name

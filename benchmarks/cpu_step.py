@@ -27,9 +27,9 @@ from luthier.adapters.lora import apply_lora
 from luthier.batch import Batch, Sample
 from luthier.config import LoraConfig
 from luthier.hf.allocator import tune_allocator
-from luthier.hf.attention import document_mask, register_attention
-from luthier.hf.documents import documents, documents_of
 from luthier.hf.fast_cpu import accelerate_model
+from luthier.hf.rows.attention import document_mask, register_attention
+from luthier.hf.rows.documents import documents, documents_of
 from luthier.losses.cross_entropy import streamed_cross_entropy
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -18,7 +18,7 @@ from luthier.adapters.rows import NewTokens
 from luthier.config import LoraConfig
 from luthier.engine import build
 from luthier.errors import ConfigError, ModelError
-from luthier.hf.tiny import debug_tokenizer
+from luthier.hf.debug.tiny import debug_tokenizer
 from luthier.recipes.combine import combine_adapters
 from tests.adapters.models import PEFT_WARNINGS, disturb, logits, relative, tiny
 

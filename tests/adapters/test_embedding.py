@@ -17,9 +17,9 @@ from luthier.config import LoraConfig
 from luthier.config.sections import AdamWConfig
 from luthier.engine.build import build_network, build_state
 from luthier.errors import ConfigError
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.save import save_model
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from luthier.sampling.engine import SamplingEngine
 from luthier.sampling.request import SamplingRequest
 from tests.adapters.models import PEFT_WARNINGS, disturb, logits, loss, relative, rows, tiny

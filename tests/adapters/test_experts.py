@@ -18,7 +18,7 @@ from luthier.adapters.experts import LoraExperts, adapted, grouped
 from luthier.adapters.init import first_down
 from luthier.config import LoraConfig
 from luthier.errors import ConfigError, ModelError
-from luthier.hf.tiny import debug_config
+from luthier.hf.debug.tiny import debug_config
 from tests.adapters.models import PEFT_WARNINGS, disturb, relative
 
 pytestmark = list(PEFT_WARNINGS)

@@ -24,10 +24,10 @@ from luthier.config.sections import SGDConfig
 from luthier.engine.build import build_state
 from luthier.engine.step import forward_backward_all
 from luthier.errors import ConfigError, ModelError
-from luthier.hf.attention import register_attention
 from luthier.hf.forward import hidden_states, packing_is_exact
 from luthier.hf.head import head_logits
 from luthier.hf.load import load_model
+from luthier.hf.rows.attention import register_attention
 from luthier.hf.source import resolve
 from tests.adapters.models import PEFT_WARNINGS, VOCABULARY, relative, tiny
 

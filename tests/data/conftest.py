@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from luthier.batch import Sample
 from luthier.config.sections import DataConfig
 from luthier.data.rows import Rows, build_rows
+from luthier.hf.debug.tiny import debug_tokenizer
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_tokenizer
 from luthier.hf.tokenizer import load_tokenizer
 
 CASES = Path(__file__).parents[1] / "cases"

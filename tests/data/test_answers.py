@@ -18,7 +18,7 @@ from luthier.data.report import BadRow
 from luthier.data.rows import Rows, build_rows
 from luthier.data.show import render_row
 from luthier.errors import ConfigError, DataError, UserError
-from luthier.hf.tiny import debug_tokenizer
+from luthier.hf.debug.tiny import debug_tokenizer
 from luthier.recipes.show import show
 
 from .conftest import spans, whole

@@ -137,7 +137,7 @@ CHILD = """
 import sys
 from luthier.config.sections import DataConfig
 from luthier.data.rows import build_rows
-from luthier.hf.tiny import debug_tokenizer
+from luthier.hf.debug.tiny import debug_tokenizer
 made = []
 rows = build_rows(DataConfig(train=sys.argv[1]), "train", debug_tokenizer(), progress=lambda *told: made.append(told))
 print(rows.fingerprint, bool(made))

@@ -21,9 +21,9 @@ from luthier.data.cache import cache_directory
 from luthier.data.loader import Rows, build_rows, pack
 from luthier.data.show import render_row, tokens_of
 from luthier.errors import DataError
-from luthier.hf.processor import open_eyes
 from luthier.hf.source import resolve
 from luthier.hf.tokenizer import load_tokenizer
+from luthier.hf.vision.processor import open_eyes
 
 TALK = [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "A dot."}]
 

@@ -19,8 +19,8 @@ from luthier.engine.evaluate import evaluate
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all, optim_step
 from luthier.errors import ConfigError
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from tests.oracles.plain import gradient_error, plain_model, save_strong
 from tests.oracles.rows import documents
 from tests.parallel.cases import microbatches, ready, whole

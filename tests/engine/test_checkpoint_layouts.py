@@ -17,8 +17,8 @@ from luthier.engine.checkpoint import Checkpointer, committed, random_states
 from luthier.engine.identity import model_digest
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all, optim_step
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from tests.oracles.plain import save_strong
 from tests.oracles.rows import documents
 from tests.parallel.cases import microbatches, ready, strengthen, whole

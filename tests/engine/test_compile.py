@@ -17,8 +17,8 @@ from luthier.config.sections import SGDConfig
 from luthier.engine.build import build_state
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from tests.oracles.plain import gradient_error, save_strong
 from tests.oracles.rows import documents
 from tests.parallel.cases import measure, reference

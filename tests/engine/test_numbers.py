@@ -17,8 +17,8 @@ from luthier.engine.logprobs import Head
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward
 from luthier.errors import ConfigError, DataError, ModelError
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from luthier.parallel import checkpointing
 from tests.oracles.plain import gradient_error, gradient_errors, plain_model, save_strong, weighted_sum
 from tests.oracles.rows import documents

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from luthier.config import LoraConfig
 from luthier.engine.build import build_network
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -18,9 +18,9 @@ from luthier.engine.evaluate import logprobs_of
 from luthier.engine.prefixes import prefix_fault, share
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all
-from luthier.hf.documents import Documents, documents_of
+from luthier.hf.debug.tiny import debug_config
+from luthier.hf.rows.documents import Documents, documents_of
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from luthier.losses.preference import document_sums
 from tests.oracles.plain import gradient_error, save_strong
 

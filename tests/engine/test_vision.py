@@ -18,9 +18,9 @@ from luthier.engine.pictures import picture_fault
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all
 from luthier.errors import ModelError
-from luthier.hf.processor import open_eyes
 from luthier.hf.source import resolve
 from luthier.hf.tokenizer import load_tokenizer
+from luthier.hf.vision.processor import open_eyes
 from luthier.verify.reference import widening
 from tests.oracles.plain import gradient_errors
 from tests.oracles.seeing import save_seeing, step, write_rows

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from luthier.config import RunConfig
 from luthier.errors import ConfigError
 from luthier.estimate import estimate, find_layouts, lines
-from luthier.hf.tiny import debug_tokenizer
+from luthier.hf.debug.tiny import debug_tokenizer
 from luthier.recipes.methods import recipe_of
 from luthier.recipes.run import opened
 from tests.estimate.layouts import save_config

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from luthier.errors import ModelError
-from luthier.hf.attention import NAME, register_attention
-from luthier.hf.blocked_attention import blocked_attention
-from luthier.hf.documents import Documents, active_documents, documents, documents_of, is_channel
-from luthier.hf.tiny import debug_config
+from luthier.hf.debug.tiny import debug_config
+from luthier.hf.rows.attention import NAME, register_attention
+from luthier.hf.rows.blocked_attention import blocked_attention
+from luthier.hf.rows.documents import Documents, active_documents, documents, documents_of, is_channel
 
 LENGTHS = [1, 9, 13, 2, 7]
 ROUND_INSIDE = ["gemma2", "gemma3_text", "cohere2", "gpt_oss", "helium", "llama4_text"]

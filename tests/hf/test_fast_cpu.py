@@ -13,12 +13,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from luthier.hf.allocator import tune_allocator
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.fast_mlp import silu_product
 from luthier.hf.fast_norm import rms_norm
 from luthier.hf.load import load_model
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 
 
 def formula(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:

@@ -8,11 +8,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from luthier.batch import Batch, Sample
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.forward import hidden_states
 from luthier.hf.head import HeadInfo, head_logits, linear_head
 from luthier.hf.load import load_model
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 
 IDS = list(range(4, 30))
 CASES = [

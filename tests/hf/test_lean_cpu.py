@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import rotate_half
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from luthier.hf.lean_cpu import Attention, CompiledBetween
-from luthier.hf.lean_ops import Layer, Places, PlainBetween
+from luthier.hf.decoding.lean_cpu import Attention, CompiledBetween
+from luthier.hf.decoding.lean_ops import Layer, Places, PlainBetween
 
 NEAR = {"rtol": 2e-6, "atol": 2e-6}
 

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from luthier.errors import ModelError
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.load import load_model
 from luthier.hf.save import save_model
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from luthier.hf.weights import checkpoint_dtype
 
 IDS = torch.arange(4, 44)[None]

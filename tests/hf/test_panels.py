@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from luthier.hf.panels import Panels, suits
+from luthier.hf.decoding.panels import Panels, suits
 
 SIZES = [(32, 960, 576), (8, 48, 192), (1, 49, 200), (13, 500, 1000), (7, 3, 5), (100, 96, 193)]
 """Rows, outputs, inputs: whole tiles, and rests of rows, columns and inputs."""
@@ -59,7 +59,7 @@ def test_other_dtypes_are_left_to_others() -> None:
 
 AVX2 = """
 import torch
-from luthier.hf import panels
+from luthier.hf.decoding import panels
 assert panels._COLUMNS == 24, panels._COLUMNS
 generator = torch.Generator().manual_seed(0)
 x, weight = (torch.randn(*shape, generator=generator) for shape in ((13, 200), (50, 200)))
@@ -97,7 +97,7 @@ def test_rows_of_another_kind_are_refused() -> None:
 
 SWITCHED = """
 import torch
-from luthier.hf.panels import Panels
+from luthier.hf.decoding.panels import Panels
 x, weight = torch.ones(13, 200), torch.ones(50, 200)
 assert (Panels(weight).product(x) == 200).all()
 """

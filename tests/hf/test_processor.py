@@ -9,11 +9,11 @@ from transformers import SmolVLMProcessor
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from luthier.errors import ModelError
-from luthier.hf.processor import NoVideos, load_processor, open_eyes, save_processor, without_videos
-from luthier.hf.sight import Sight, sight_of
+from luthier.hf.debug.tiny import debug_config, debug_tokenizer
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config, debug_tokenizer
-from luthier.hf.tiny_vision import seeing_processor, seeing_types
+from luthier.hf.vision.processor import NoVideos, load_processor, open_eyes, save_processor, without_videos
+from luthier.hf.vision.sight import Sight, sight_of
+from luthier.hf.vision.tiny_vision import seeing_processor, seeing_types
 
 
 def saved(kind: str, directory: Path) -> Path:

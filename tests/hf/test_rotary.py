@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from luthier.batch import Batch, Sample
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.forward import hidden_states
 from luthier.hf.head import head_logits
 from luthier.hf.load import load_model
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from tests.oracles.plain import plain_model, save_strong
 from tests.oracles.rope import DYNAMIC, LONGROPE
 

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from luthier.errors import ModelError
+from luthier.hf.debug.tiny import debug_config, debug_tokenizer
 from luthier.hf.load import load_model
 from luthier.hf.save import base_dtype, save_model
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config, debug_tokenizer
 from luthier.hf.tokenizer import fingerprint, load_tokenizer
 
 IDS = torch.arange(4, 44)[None]

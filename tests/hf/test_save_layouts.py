@@ -18,9 +18,9 @@ from luthier.config.sections import SGDConfig
 from luthier.engine.build import build_state
 from luthier.engine.state import TrainState
 from luthier.errors import ModelError
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.save import save_model
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from tests.oracles.plain import save_strong
 from tests.parallel.cases import ready, strengthen
 

@@ -9,12 +9,12 @@ import torch
 from transformers import LlamaConfig, PhiConfig, Qwen3Config
 
 from luthier.errors import ModelError
+from luthier.hf.debug.shrink import VOCABULARY, shrink
+from luthier.hf.debug.tiny import causal_types, debug_config, debug_tokenizer
 from luthier.hf.kinds import never_causal, not_causal
 from luthier.hf.load import load_model
-from luthier.hf.shrink import VOCABULARY, shrink
 from luthier.hf.source import load_config, resolve
-from luthier.hf.tiny import causal_types, debug_config, debug_tokenizer
-from luthier.hf.tiny_vision import seeing_processor, seeing_types
+from luthier.hf.vision.tiny_vision import seeing_processor, seeing_types
 
 SOME = ["llama", "qwen3", "gemma2", "cohere2", "granite", "gpt2", "phi", "mixtral", "mistral", "opt", "falcon", "mamba"]
 

@@ -9,8 +9,8 @@ from tokenizers import processors
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from luthier.errors import ModelError
+from luthier.hf.debug.tiny import debug_tokenizer
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_tokenizer
 from luthier.hf.tokenizer import (
     encode_text,
     fingerprint,

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from luthier.config import load_config
 from luthier.errors import ConfigError, DataError, UserError
-from luthier.hf.tiny import debug_config, debug_tokenizer
+from luthier.hf.debug.tiny import debug_config, debug_tokenizer
 from luthier.jobs import BuiltinTrainer, LocalBackendConfig, LuthierConfig, Name, TrainerClient, exporter
 from luthier.jobs.engines import engine
 from luthier.jobs.engines.huggingface_run import train

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from luthier.hf.tiny import debug_config, debug_tokenizer
+from luthier.hf.debug.tiny import debug_config, debug_tokenizer
 from luthier.jobs import (
     BuiltinTrainer,
     DataFormat,

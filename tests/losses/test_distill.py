@@ -13,8 +13,8 @@ import torch
 from luthier.engine.build import build_network
 from luthier.engine.distill import Distillation
 from luthier.engine.step import forward_backward_all
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from luthier.losses import distill
 from luthier.parallel.norm import settle
 from tests.oracles.plain import gradient_error, plain_model, save_strong

@@ -20,8 +20,8 @@ from luthier.config.sections import SGDConfig
 from luthier.engine.build import build_state
 from luthier.engine.evaluate import logprobs_of
 from luthier.engine.step import forward_backward_all
+from luthier.hf.debug.tiny import debug_config, debug_tokenizer
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config, debug_tokenizer
 from luthier.losses import grpo as losses
 from luthier.recipes.grpo import laid_out, loss_of
 from luthier.recipes.rollout import Group

@@ -14,9 +14,9 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 from transformers.image_utils import load_image
 
-from luthier.hf.processor import save_processor
-from luthier.hf.tiny import debug_config, debug_tokenizer
-from luthier.hf.tiny_vision import seeing_processor
+from luthier.hf.debug.tiny import debug_config, debug_tokenizer
+from luthier.hf.vision.processor import save_processor
+from luthier.hf.vision.tiny_vision import seeing_processor
 from tests.oracles.plain import Reference
 
 SIZES = {"tall.png": (40, 30), "wide.png": (20, 64), "square.jpg": (33, 33), "small.png": (9, 12)}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from luthier.hf.tiny import debug_tokenizer
+from luthier.hf.debug.tiny import debug_tokenizer
 
 Found = tuple[float, dict[str, torch.Tensor]]
 """Loss, and gradients by name."""

@@ -13,7 +13,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 from luthier.config import LoraConfig
-from luthier.hf.tiny import debug_config
+from luthier.hf.debug.tiny import debug_config
 from tests.adapters.models import PEFT_WARNINGS
 from tests.oracles.plain import Reference, gradient_error, save_strong
 from tests.oracles.rows import documents

@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from luthier.adapters import apply_lora, finish_lora
 from luthier.batch import Batch, Sample
 from luthier.config import LoraConfig
-from luthier.hf.documents import Documents
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.forward import hidden_states, packing_is_exact
 from luthier.hf.head import head_logits
 from luthier.hf.load import build_on_meta, load_model, model_class
-from luthier.hf.shared_row import own_pieces
+from luthier.hf.rows.documents import Documents
+from luthier.hf.rows.shared_row import own_pieces
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from luthier.parallel.checkpointing import checkpoint_activations
 from luthier.parallel.context import cut, held_positions, join, prepare, refusal
 from tests.adapters.models import PEFT_WARNINGS, disturb

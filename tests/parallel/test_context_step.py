@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from luthier.batch import Batch
 from luthier.engine.step import forward_backward
-from luthier.hf.tiny import debug_config
+from luthier.hf.debug.tiny import debug_config
 from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong, weighted_sum
 from tests.oracles.rows import documents
 from tests.parallel.cases import measure, microbatches, ready, whole

@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM, LongcatFlashForCausalLM, MixtralForCa
 
 from luthier.adapters import save_peft
 from luthier.config import LoraConfig
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.load import build_on_meta
-from luthier.hf.tiny import debug_config
 from luthier.parallel.expert import refusal
 from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong, weighted_sum
 from tests.oracles.rows import documents

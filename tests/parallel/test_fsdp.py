@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from luthier.config import LoraConfig
-from luthier.hf.tiny import debug_config
+from luthier.hf.debug.tiny import debug_config
 from tests.oracles.plain import Reference, gradient_error, save_strong
 from tests.oracles.rows import documents
 from tests.parallel.cases import adapted_reference, measure, reference

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from luthier.hf.tiny import debug_config
+from luthier.hf.debug.tiny import debug_config
 from luthier.parallel.fsdp import leaves_some_without
 from tests.oracles.plain import gradient_error, plain_model, save_strong, weighted_sum
 from tests.oracles.rows import documents

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from luthier.adapters import adapter_of_files, apply_adapter, save_peft
 from luthier.config import AdaptionPromptConfig, PrefixConfig, PromptConfig
 from luthier.errors import ConfigError
-from luthier.hf.attention import register_attention
-from luthier.hf.tiny import debug_config
+from luthier.hf.debug.tiny import debug_config
+from luthier.hf.rows.attention import register_attention
 from tests.adapters.models import PEFT_WARNINGS
 from tests.oracles.plain import gradient_error, plain_model, save_strong
 from tests.oracles.rows import documents

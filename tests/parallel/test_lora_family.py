@@ -12,8 +12,8 @@ import torch
 
 from luthier.adapters import Merging, save_peft
 from luthier.config import LoraConfig
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.save import save_model
-from luthier.hf.tiny import debug_config
 from tests.adapters.models import PEFT_WARNINGS
 from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong
 from tests.oracles.rows import documents

@@ -16,8 +16,8 @@ from luthier.config.sections import AdamWConfig, SGDConfig
 from luthier.engine.build import build_state
 from luthier.engine.step import forward_backward_all, optim_step
 from luthier.hf import load
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from luthier.parallel.programs import PROGRAMS
 from tests.adapters.models import PEFT_WARNINGS
 from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong, weighted_sum

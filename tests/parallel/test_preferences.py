@@ -20,8 +20,8 @@ from luthier.data.state import LoaderState
 from luthier.engine.build import build_state
 from luthier.engine.initial import Initial
 from luthier.engine.prefixes import prefix_fault
+from luthier.hf.debug.tiny import debug_config, debug_tokenizer
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config, debug_tokenizer
 from luthier.parallel.norm import settle
 from luthier.recipes import kto, methods, pairs
 from luthier.recipes.references import sums_of

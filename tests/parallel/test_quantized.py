@@ -20,10 +20,10 @@ from luthier.engine.identity import model_digest
 from luthier.engine.step import forward_backward_all
 from luthier.errors import ConfigError
 from luthier.hf import nf4
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.nf4 import Nf4Weight
 from luthier.hf.save import save_model
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from tests.adapters.models import PEFT_WARNINGS
 from tests.oracles.plain import Reference, gradient_error, save_strong
 from tests.oracles.quantised import dequantised

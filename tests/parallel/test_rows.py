@@ -17,7 +17,7 @@ from luthier.adapters.rows import NewTokens
 from luthier.batch import Sample
 from luthier.config import LoraConfig
 from luthier.errors import ConfigError
-from luthier.hf.tiny import debug_config
+from luthier.hf.debug.tiny import debug_config
 from tests.adapters.models import PEFT_WARNINGS
 from tests.oracles.plain import Reference, gradient_error, plain_model, save_strong, weighted_sum
 from tests.oracles.rows import documents

@@ -10,8 +10,8 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from luthier.errors import ConfigError
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.load import build_on_meta
-from luthier.hf.tiny import debug_config
 from luthier.parallel import rules
 from luthier.parallel.balance import Part, balance
 from luthier.parallel.cuttable import refusal, roles_of

@@ -14,9 +14,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from luthier.batch import Batch, Sample
 from luthier.config import LoraConfig
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.load import build_on_meta
 from luthier.hf.plans import Section, tensor_plan
-from luthier.hf.tiny import debug_config
 from luthier.parallel.tensor import refusal
 from tests.adapters.models import PEFT_WARNINGS
 from tests.oracles.plain import gradient_errors, plain_model, save_strong, weighted_sum

@@ -11,11 +11,11 @@ from luthier.config import DataConfig, LoraConfig, SourceConfig
 from luthier.data.loader import Rows, build_rows, pack
 from luthier.engine.step import forward_backward_all
 from luthier.errors import ConfigError
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.load import build_on_meta, model_class
-from luthier.hf.processor import open_eyes
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from luthier.hf.tokenizer import load_tokenizer
+from luthier.hf.vision.processor import open_eyes
 from luthier.parallel import rules
 from luthier.parallel.layout import Layout
 from tests.oracles.plain import gradient_errors

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from luthier.config import RunConfig
 from luthier.errors import ConfigError, ModelError
-from luthier.hf.tiny import debug_config, debug_tokenizer
+from luthier.hf.debug.tiny import debug_config, debug_tokenizer
 from luthier.recipes import distill, sft, taught
 from luthier.recipes.dry_run import dry_run
 from tests.oracles.plain import save_strong

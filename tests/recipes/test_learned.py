@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from luthier.config import RunConfig, load_config
 from luthier.errors import CheckpointError, ConfigError
-from luthier.hf.tiny import debug_config, debug_tokenizer
+from luthier.hf.debug.tiny import debug_config, debug_tokenizer
 from luthier.recipes.export import export
 from luthier.recipes.generate import generate
 from luthier.recipes.methods import train as train_by_method

@@ -24,7 +24,7 @@ DATA = Path(__file__).parents[2] / "examples" / "data" / "moods.jsonl"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from luthier.hf.tiny import debug_config, debug_tokenizer
+    from luthier.hf.debug.tiny import debug_config, debug_tokenizer
 
     directory = tmp_path_factory.mktemp("models") / "base"
     save_strong(debug_config("llama", layers=2, tie_word_embeddings=True), directory)

@@ -20,7 +20,7 @@ from luthier.data.cache import cache_directory
 from luthier.data.loader import Rows
 from luthier.engine.step import ForwardBackward
 from luthier.errors import CheckpointError, NonFiniteError, UserError
-from luthier.hf.tiny import debug_config
+from luthier.hf.debug.tiny import debug_config
 from luthier.recipes import dpo, kto, methods, pairs, references, setup
 from luthier.recipes.dry_run import dry_run
 from luthier.recipes.evaluate import evaluate

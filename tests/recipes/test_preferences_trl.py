@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from luthier.hf.tiny import debug_config
+from luthier.hf.debug.tiny import debug_config
 from tests.oracles import trl
 from tests.oracles.plain import gradient_error, plain_model, save_strong
 from tests.recipes.preferences import LABELLED, PAIRS, config_of, double, one_step

@@ -12,7 +12,7 @@ import pytest
 from luthier.config import RunConfig, dump_config, load_config
 from luthier.data.rows import Rows, build_rows
 from luthier.errors import ConfigError
-from luthier.hf.tiny import debug_tokenizer
+from luthier.hf.debug.tiny import debug_tokenizer
 from luthier.recipes.methods import train
 
 TEXTS = ["one " * 90, "short", "two and three " * 40]

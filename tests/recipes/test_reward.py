@@ -26,9 +26,9 @@ from luthier.engine.reward import Ranking, scores_of
 from luthier.engine.step import forward_backward_all
 from luthier.errors import ConfigError, DataError
 from luthier.hf.classifier import as_classifier, padding_of
+from luthier.hf.debug.tiny import debug_config, debug_tokenizer
 from luthier.hf.load import load_model
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config, debug_tokenizer
 from luthier.recipes import reward
 from luthier.recipes.export import export
 from tests.oracles.plain import gradient_error, save_strong

@@ -16,10 +16,10 @@ from luthier.config.sections import SGDConfig
 from luthier.engine.build import build_state
 from luthier.engine.identity import config_digest
 from luthier.engine.prefixes import prefix_fault
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.load import build_on_meta, model_class
+from luthier.hf.rows.virtual import plainly
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
-from luthier.hf.virtual import plainly
 from luthier.losses.preference import odds_ratio
 
 ROWS = "examples/rows.jsonl"

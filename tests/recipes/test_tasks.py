@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from luthier.cli.main import main
 from luthier.engine.build import build_network
 from luthier.errors import UserError
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from luthier.hf.tokenizer import load_tokenizer
 from luthier.recipes.harness import HarnessModel
 from tests.oracles.plain import save_strong

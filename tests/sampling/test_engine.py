@@ -15,10 +15,10 @@ from luthier.adapters import apply_lora, beside
 from luthier.config import LoraConfig
 from luthier.engine.build import build_network
 from luthier.errors import ConfigError, DataError, NonFiniteError
-from luthier.hf.decoding import way_of
+from luthier.hf.debug.tiny import debug_config, debug_tokenizer
+from luthier.hf.decoding.ways import way_of
 from luthier.hf.load import load_model
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config, debug_tokenizer
 from luthier.sampling.engine import SamplingEngine
 from luthier.sampling.request import SamplingRequest
 from tests.oracles.plain import plain_model, save_strong

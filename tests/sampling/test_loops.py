@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from luthier.hf import loops
-from luthier.hf.decoding import rows_of
-from luthier.hf.lean import LeanRows
+from luthier.hf.decoding import loops
+from luthier.hf.decoding.lean import LeanRows
+from luthier.hf.decoding.slots import SlotRows
+from luthier.hf.decoding.ways import rows_of
 from luthier.hf.load import load_model
-from luthier.hf.slots import SlotRows
 from luthier.hf.source import resolve
 from luthier.sampling.engine import SamplingEngine
 from tests.sampling.test_engine import NEW, expected_greedy, greedy

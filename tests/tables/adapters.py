@@ -35,8 +35,8 @@ from luthier.engine.evaluate import logprobs_of
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all
 from luthier.errors import UserError
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.source import resolve
-from luthier.hf.tiny import debug_config
 from luthier.verify.reference import widening
 from tests.oracles.plain import gradient_error, plain_model, save_strong, weighted_sum
 from tests.oracles.quantised import dequantised

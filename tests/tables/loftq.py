@@ -16,7 +16,7 @@ from torch import Tensor
 from luthier.adapters import adapted, merge, save_peft
 from luthier.engine.state import TrainState
 from luthier.engine.step import forward_backward_all
-from luthier.hf.tiny import debug_config
+from luthier.hf.debug.tiny import debug_config
 from tests.adapters.test_gradients import plain as our_name
 from tests.oracles.plain import gradient_error, plain_model, save_strong, weighted_sum
 from tests.oracles.quantised import dequantised, pefts_loftq

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from luthier.errors import ConfigError
+from luthier.hf.debug.tiny import debug_config
 from luthier.hf.fused import fused_projections
-from luthier.hf.tiny import debug_config
 from luthier.tinker import LoraConfig, adapter_state_dict, apply_lora, iter_lora_modules
 from tests.adapters.models import disturb, logits, tiny
 

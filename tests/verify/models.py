@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from luthier.hf.shrink import shrink
+from luthier.hf.debug.shrink import shrink
 
 
 def _sizes(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from luthier.hf.shrink import VOCABULARY
+from luthier.hf.debug.shrink import VOCABULARY
 from luthier.verify import reference
 from luthier.verify.group import Failed, Refused
 from luthier.verify.trial import Cell, Trial, documents

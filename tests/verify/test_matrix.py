@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from luthier.cli.main import main
-from luthier.hf.shrink import VOCABULARY
-from luthier.hf.tiny import debug_config
+from luthier.hf.debug.shrink import VOCABULARY
+from luthier.hf.debug.tiny import debug_config
 from luthier.verify import group, matrix, reference
 from luthier.verify.compare import compare
 from luthier.verify.table import counts, lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from luthier.hf.tiny import debug_config
+from luthier.hf.debug.tiny import debug_config
 from tests.soak import by_turns
 from tests.verify.proof import LAYOUTS, Proofs, right
 

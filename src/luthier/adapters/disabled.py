@@ -10,7 +10,7 @@ from typing import Any
 from luthier.adapters.experts import adapted
 from luthier.adapters.rows import rows_of_all
 from luthier.hf.gather import local_part, reshard
-from luthier.hf.virtual import plainly
+from luthier.hf.rows.virtual import plainly
 
 
 @contextmanager

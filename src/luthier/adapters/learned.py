@@ -24,12 +24,12 @@ from luthier.batch import Batch, Sample
 from luthier.config.adapters import AdaptionPromptConfig, PrefixConfig, PromptConfig
 from luthier.errors import ConfigError, ModelError, first_line
 from luthier.hf.anatomy import describe
+from luthier.hf.debug.small import kind_of, make_small
 from luthier.hf.forward import hidden_states
 from luthier.hf.kinds import sees
 from luthier.hf.load import DTYPES
 from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.shards import fill
-from luthier.hf.small import kind_of, make_small
 
 LearnedConfig = PromptConfig | PrefixConfig | AdaptionPromptConfig
 

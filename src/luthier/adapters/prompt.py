@@ -1,7 +1,7 @@
 """What learns in the place of text: virtual tokens, keys and values before every document, prompts beside attention.
 
-Each is a small module in its place in the model, under names of its own; `hf.virtual` says how a forward pass takes
-heed of them, so that every document of a packed row has them and no document sees another's. Matrices have two
+Each is a small module in its place in the model, under names of its own; `hf.rows.virtual` says how a forward pass
+takes heed of them, so that every document of a packed row has them and no document sees another's. Matrices have two
 dimensions and lie with attention's heads first, so a layout cuts them as it cuts the projections of keys and values.
 """
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from luthier.errors import ConfigError
 from luthier.hf.anatomy import describe
-from luthier.hf.virtual import BESIDE, PREFIX, Virtual, set_virtual
+from luthier.hf.rows.virtual import BESIDE, PREFIX, Virtual, set_virtual
 
 TOKENS = "virtual_tokens"
 ENCODER = "prompt_encoder"

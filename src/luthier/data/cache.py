@@ -26,8 +26,8 @@ from luthier.data.sources import files_of, hub
 from luthier.data.tokenised import COLUMNS, MemoryColumns, Tokenised, Writer, assemble, open_directory, write_meta
 from luthier.errors import DataError
 from luthier.hf.render import Tokenizer
-from luthier.hf.sight import sight_of
 from luthier.hf.tokenizer import fingerprint
+from luthier.hf.vision.sight import sight_of
 
 VERSION = 6
 """Raise it when the same rows become other samples, or the arrays change: no older entry is then found."""

@@ -23,7 +23,7 @@ from luthier.data.rows import Rows, build_rows
 from luthier.data.state import LoaderState, StepBatch
 from luthier.data.stream import Placed, StreamRows
 from luthier.errors import CheckpointError, ConfigError
-from luthier.hf.sight import Sight
+from luthier.hf.vision.sight import Sight
 
 ROWS_PER_STEP = 16
 """Rows of a global batch where the config says neither rows nor tokens."""

@@ -30,7 +30,7 @@ from luthier.data.picture_files import digest, keep, read
 from luthier.data.report import BadRow
 from luthier.data.sources.json_rows import json_value
 from luthier.errors import DataError
-from luthier.hf.sight import TAG, Sight
+from luthier.hf.vision.sight import TAG, Sight
 
 COLUMNS = ("images", "image")
 """Columns that hold pictures where the source names none."""

@@ -22,7 +22,7 @@ from luthier.data.report import BadRow, DataReport
 from luthier.data.sources import Origin, RawRow, read_rows
 from luthier.errors import DataError, UserError
 from luthier.hf.render import Tokenizer
-from luthier.hf.sight import blindness, sight_of
+from luthier.hf.vision.sight import blindness, sight_of
 from luthier.own_code import own_code, told_of
 
 Progress = Callable[[int, int | None], None]

@@ -20,7 +20,7 @@ from luthier.data.stream import StreamRows
 from luthier.data.tokenised import Tokenised
 from luthier.errors import ConfigError, DataError
 from luthier.hf.render import Tokenizer
-from luthier.hf.sight import Sight, sight_of
+from luthier.hf.vision.sight import Sight, sight_of
 
 
 class Rows:

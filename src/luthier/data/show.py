@@ -10,7 +10,7 @@ from rich.text import Text
 
 from luthier.batch import NO_TOKEN, Sample
 from luthier.hf.render import Tokenizer
-from luthier.hf.sight import sight_of
+from luthier.hf.vision.sight import sight_of
 
 TRAINED, GIVEN, EDGE = "bold green", "dim", "bright_black"
 PARTS = (" (first)", " (second)")

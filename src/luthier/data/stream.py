@@ -22,8 +22,8 @@ from luthier.data.report import DataReport
 from luthier.data.sources import RawRow, files_of, hub
 from luthier.errors import DataError
 from luthier.hf.render import Tokenizer
-from luthier.hf.sight import sight_of
 from luthier.hf.tokenizer import fingerprint
+from luthier.hf.vision.sight import sight_of
 
 _SHUFFLE, _CHOICE = 3, 4
 """Kinds of random numbers; each has a stream of its own."""

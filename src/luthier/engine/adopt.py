@@ -13,11 +13,11 @@ from luthier.engine.logprobs import Head
 from luthier.engine.state import TrainState
 from luthier.hf.allocator import bound_kernel_cache, tune_allocator
 from luthier.hf.anatomy import describe
-from luthier.hf.attention import parts_attention, register_attention, takes_attention
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import packing_is_exact
 from luthier.hf.limits import limits_of
-from luthier.hf.rotary import follow_documents
+from luthier.hf.rows.attention import parts_attention, register_attention, takes_attention
+from luthier.hf.rows.rotary import follow_documents
 from luthier.hf.source import ModelSource
 from luthier.optim.build import build_optimizer
 

@@ -43,6 +43,7 @@ from luthier.errors import ConfigError, ModelError
 from luthier.hf.allocator import bound_kernel_cache, tune_allocator
 from luthier.hf.anatomy import Anatomy, describe
 from luthier.hf.classifier import attach_score
+from luthier.hf.debug.small import kind_of, make_small
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.forward import let_mask_itself, masks_itself, packing_is_exact
 from luthier.hf.head import HeadInfo, linear_head
@@ -50,7 +51,6 @@ from luthier.hf.initialise import row_reset_on_reading
 from luthier.hf.joined import joined_dims, stacked_dims
 from luthier.hf.limits import Limits, limits_of
 from luthier.hf.load import DTYPES, load_model, tie_on_meta
-from luthier.hf.small import kind_of, make_small
 from luthier.hf.source import ModelSource
 from luthier.optim.build import build_optimizer
 from luthier.optim.in_backward import InBackward

@@ -9,7 +9,7 @@ import torch
 
 from luthier.batch import Batch
 from luthier.errors import ModelError
-from luthier.hf.virtual import virtual_of
+from luthier.hf.rows.virtual import virtual_of
 from luthier.parallel import context
 from luthier.parallel.rules import check_pictures
 

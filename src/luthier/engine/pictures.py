@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from luthier.engine.network import Network
-from luthier.hf.seeing import pictures_apart
-from luthier.hf.sight import Sight
+from luthier.hf.vision.seeing import pictures_apart
+from luthier.hf.vision.sight import Sight
 
 
 def picture_fault(network: Network, sight: Sight) -> str:

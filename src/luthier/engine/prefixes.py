@@ -2,9 +2,9 @@
 
 A row of data holds each answer with its prompt in front. For the model the beginning that both have is laid once, and
 either answer goes on from it: n + a + b positions instead of 2 n + a + b. Attention keeps the answers apart
-(`hf/documents.py`); everything else in a layer sees single positions. What the backbone makes of the shared row is then
-read off for every position of the original one, where the head and the loss find what they would have found without
-sharing; gradients of a shared position add up on the way back.
+(`hf/rows/documents.py`); everything else in a layer sees single positions. What the backbone makes of the shared row is
+then read off for every position of the original one, where the head and the loss find what they would have found
+without sharing; gradients of a shared position add up on the way back.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from luthier.batch import NO_TOKEN, Batch, Sample
 from luthier.engine.network import Network, held
 from luthier.errors import ModelError, first_line
 from luthier.hf.anatomy import stateful_part
-from luthier.hf.attention import NAME
+from luthier.hf.debug.small import kind_of, make_small
 from luthier.hf.forward import hidden_states, masks_itself
 from luthier.hf.raised import RAISED_BY_MODELS
-from luthier.hf.rotary import depends_on_length
-from luthier.hf.small import kind_of, make_small
-from luthier.hf.virtual import has_virtual
+from luthier.hf.rows.attention import NAME
+from luthier.hf.rows.rotary import depends_on_length
+from luthier.hf.rows.virtual import has_virtual
 
 logger = logging.getLogger(__name__)
 

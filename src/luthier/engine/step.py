@@ -21,7 +21,7 @@ from luthier.engine.prefixes import Shared, laid, read_off, shared_of
 from luthier.engine.state import TrainState
 from luthier.errors import ConfigError
 from luthier.hf.forward import hidden_states
-from luthier.hf.seeing import eyes_open
+from luthier.hf.vision.seeing import eyes_open
 from luthier.parallel.fsdp import within
 from luthier.parallel.norm import gradient_norm, norm_of, settle
 from luthier.parallel.pipeline import Pipeline

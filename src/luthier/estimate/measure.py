@@ -22,7 +22,7 @@ from luthier.report.operations import LayerFlops
 
 _SHORT, _LONG = (128, 256), (640, 1280)
 """Tokens of the documents that tell how what a layer keeps grows: with the tokens, and with their square. On the CPU
-attention keeps its probabilities for documents of up to 512 tokens alone (hf/blocked_attention.py)."""
+attention keeps its probabilities for documents of up to 512 tokens alone (hf/rows/blocked_attention.py)."""
 _KEPT_UP_TO = 512
 
 

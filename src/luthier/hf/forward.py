@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from luthier.batch import Batch, Sample
 from luthier.errors import first_line
 from luthier.hf.anatomy import backbone_name
-from luthier.hf.attention import takes_attention
-from luthier.hf.documents import Documents, documents
 from luthier.hf.head import head_logits
 from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.routing import counted
-from luthier.hf.virtual import lengthened, plainly, virtual_of
+from luthier.hf.rows.attention import takes_attention
+from luthier.hf.rows.documents import Documents, documents
+from luthier.hf.rows.virtual import lengthened, plainly, virtual_of
 
 _log = logging.getLogger(__name__)
 

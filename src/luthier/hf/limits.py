@@ -15,7 +15,7 @@ from luthier.batch import Batch
 from luthier.errors import DataError
 from luthier.hf.anatomy import text_backbone
 from luthier.hf.kinds import sees
-from luthier.hf.virtual import virtual_of
+from luthier.hf.rows.virtual import virtual_of
 
 _POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)$")
 

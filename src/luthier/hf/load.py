@@ -32,13 +32,13 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from luthier.errors import ModelError, UserError
-from luthier.hf import attention as luthier_attention
 from luthier.hf.gguf_quick import quick_gguf
 from luthier.hf.initialise import initialise
 from luthier.hf.kinds import not_causal, sees
 from luthier.hf.packing import OnTheFly, Packing
 from luthier.hf.quiet import quiet
-from luthier.hf.rotary import follow_documents
+from luthier.hf.rows import attention as luthier_attention
+from luthier.hf.rows.rotary import follow_documents
 from luthier.hf.source import ModelSource, explain, fetch, load_config
 from luthier.hf.weights import open_weights, same_bits
 

@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from luthier.errors import first_line
-from luthier.hf import attention as luthier_attention
 from luthier.hf.anatomy import Anatomy, text_backbone
-from luthier.hf.documents import documents
 from luthier.hf.fast_cpu import accelerate_model
 from luthier.hf.quiet import quiet
 from luthier.hf.raised import RAISED_BY_MODELS
+from luthier.hf.rows import attention as luthier_attention
+from luthier.hf.rows.documents import documents
 
 _NAME = "luthier_outline"
 _aten = torch.ops.aten

@@ -74,7 +74,7 @@ class Encoder:
 
     @property
     def sees(self) -> bool:
-        """Whether texts may have pictures in them (`hf.sight`)."""
+        """Whether texts may have pictures in them (`hf.vision.sight`)."""
         return False
 
     def shaped(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

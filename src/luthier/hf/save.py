@@ -24,12 +24,12 @@ from transformers.dynamic_module_utils import custom_object_save
 import luthier
 from luthier.errors import ModelError
 from luthier.hf.gather import plain_class
-from luthier.hf.processor import save_reader
 from luthier.hf.quiet import quiet
 from luthier.hf.save_weights import Transform, write_weights
 from luthier.hf.source import EXPORT_MARK, ModelSource, fetch
 from luthier.hf.together import Group, rank_in, tell, together
 from luthier.hf.tokenizer import fingerprint
+from luthier.hf.vision.processor import save_reader
 from luthier.hf.weights import checkpoint_dtype
 
 _log = logging.getLogger(__name__)

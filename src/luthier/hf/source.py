@@ -117,7 +117,7 @@ def _resolve(text: str, revision: str | None, enough: Sequence[str]) -> ModelSou
     if not text:
         raise ModelError("no model is named", where="model", remedy=_FORMS)
     if text.startswith("debug:"):
-        from luthier.hf.tiny import known_type  # here, since tiny models need most of Transformers
+        from luthier.hf.debug.tiny import known_type  # here, since tiny models need most of Transformers
 
         return ModelSource("debug", text, name=known_type(text.removeprefix("debug:")))
     if text.startswith("package:"):
@@ -195,7 +195,7 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> PreT
         ModelError: it is not there, cannot be read, or needs the repository's own code.
     """
     if source.kind == "debug":
-        from luthier.hf.tiny import debug_config
+        from luthier.hf.debug.tiny import debug_config
 
         return debug_config(source.name)
     if source.gguf_file and source.path is not None:

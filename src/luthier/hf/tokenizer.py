@@ -49,7 +49,7 @@ def load_tokenizer(
     if tokenizer is not None:
         source = resolve(tokenizer, where="tokenizer")
     if source.kind == "debug":
-        from luthier.hf.tiny import debug_tokenizer
+        from luthier.hf.debug.tiny import debug_tokenizer
 
         loaded: PreTrainedTokenizerBase = debug_tokenizer(source.name)
     else:

@@ -1,8 +1,8 @@
 """Context parallelism: ranks that each hold a part of every packed row.
 
 Embeddings, norms, MLPs and the head see single positions, so each rank runs them on its own. Attention alone looks
-further, and there the ranks exchange what they need (`hf/shared_row.py`). A row is cut into 2 x degree pieces, and a
-rank holds one from the head and its mirror image from the tail: under a causal mask that is the same work for all.
+further, and there the ranks exchange what they need (`hf/rows/shared_row.py`). A row is cut into 2 x degree pieces, and
+a rank holds one from the head and its mirror image from the tail: under a causal mask that is the same work for all.
 
 Source of the balanced cut: Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2,
 https://arxiv.org/abs/2407.21783.
@@ -126,7 +126,7 @@ def prepare(model: Any, mesh: DeviceMesh) -> None:
 
 
 class Trade:
-    """The `hf.documents.Exchange` of a group of ranks: one all-to-all each way.
+    """The `hf.rows.documents.Exchange` of a group of ranks: one all-to-all each way.
 
     Args:
         mesh: the ranks, one-dimensional.

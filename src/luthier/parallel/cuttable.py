@@ -23,10 +23,10 @@ from torch import nn
 from luthier.batch import Batch, Sample
 from luthier.errors import ModelError, first_line
 from luthier.hf.anatomy import describe
+from luthier.hf.debug.small import Kind, kind_of, make_small
 from luthier.hf.forward import hidden_states
 from luthier.hf.quiet import quiet
 from luthier.hf.raised import RAISED_BY_MODELS
-from luthier.hf.small import Kind, kind_of, make_small
 from luthier.parallel.balance import Part
 from luthier.parallel.stages import TOKENS, WIDTH, Roles, remove_others, run
 

@@ -27,11 +27,11 @@ from torch import nn
 from luthier.batch import Batch, Sample
 from luthier.errors import ModelError, first_line
 from luthier.hf.anatomy import backbone_name, describe
-from luthier.hf.attention import NAME
-from luthier.hf.documents import Exchange, active_documents, documents, row_tokens
+from luthier.hf.debug.small import Kind, kind_of, make_small
 from luthier.hf.forward import hidden_states, packing_is_exact
 from luthier.hf.raised import RAISED_BY_MODELS
-from luthier.hf.small import Kind, kind_of, make_small
+from luthier.hf.rows.attention import NAME
+from luthier.hf.rows.documents import Exchange, active_documents, documents, row_tokens
 
 Manner = Literal["heads", "modules"]
 

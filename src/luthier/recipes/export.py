@@ -15,10 +15,10 @@ from luthier.engine.checkpoint import Checkpointer, check_unchanged, committed, 
 from luthier.engine.state import TrainState
 from luthier.errors import CheckpointError, ConfigError
 from luthier.hf.classifier import as_classifier, padding_of
-from luthier.hf.processor import save_reader
 from luthier.hf.save import base_dtype, replacing, save_model
 from luthier.hf.together import rank_in, together
 from luthier.hf.tokenizer import stop_token_ids
+from luthier.hf.vision.processor import save_reader
 from luthier.recipes.run_directory import RunDirectory
 from luthier.recipes.setup import identity, prepare_process, state_of, tokenizer_of
 from luthier.report.card import model_card

@@ -24,11 +24,11 @@ from luthier.engine.evaluate import evaluate as measure
 from luthier.engine.network import require_readable
 from luthier.engine.state import TrainState
 from luthier.errors import ConfigError
-from luthier.hf.processor import open_eyes, save_reader
 from luthier.hf.save import base_dtype, save_model
-from luthier.hf.sight import sight_of
 from luthier.hf.source import resolve
 from luthier.hf.tokenizer import load_tokenizer
+from luthier.hf.vision.processor import open_eyes, save_reader
+from luthier.hf.vision.sight import sight_of
 from luthier.parallel.checkpointing import Policy
 from luthier.recipes.generate import answer, stops_of
 

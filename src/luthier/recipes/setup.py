@@ -24,9 +24,9 @@ from luthier.engine.pictures import picture_fault
 from luthier.engine.randomness import seed_everything
 from luthier.engine.state import TrainState
 from luthier.errors import ConfigError, ModelError
-from luthier.hf.processor import open_eyes
 from luthier.hf.source import ModelSource, resolve
 from luthier.hf.tokenizer import load_tokenizer
+from luthier.hf.vision.processor import open_eyes
 from luthier.launch import FIRST_STEP_TIMEOUT, set_timeout
 from luthier.parallel.layout import Layout
 from luthier.parallel.mesh import Mesh

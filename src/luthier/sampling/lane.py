@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from luthier.data.packing import best_fit
 from luthier.errors import ModelError
-from luthier.hf.decoding import rows_of
+from luthier.hf.decoding.lean import READING, LeanRows
+from luthier.hf.decoding.slots import Prefix, padded
+from luthier.hf.decoding.ways import rows_of
 from luthier.hf.head import head_logits
-from luthier.hf.lean import READING, LeanRows
 from luthier.hf.limits import limits_of
-from luthier.hf.slots import Prefix, padded
 from luthier.sampling.choose import choose, of_prompt, uniform
 from luthier.sampling.packed import Copies, PackedLinears, stamp_of
 from luthier.sampling.products import Adapter, JoinedProducts

@@ -1,10 +1,10 @@
 """A second copy of a model's matrices, laid out as they are read fastest, for as long as texts grow.
 
 The step of a small batch reads every weight for a few rows each. In fp32 the library that torch calls by default does
-that at half the speed of a matrix laid out for it (`hf/panels.py`; oneDNN's layout where threads share the work),
-and in another order for each number of rows; in bf16 each call lays the matrix out again. A copy is made when texts
-begin to grow and given up when none does; a weight that has changed in between (its storage, or the count that every
-operation in place adds to) is copied again.
+that at half the speed of a matrix laid out for it (`hf/decoding/panels.py`; oneDNN's layout where threads share the
+work), and in another order for each number of rows; in bf16 each call lays the matrix out again. A copy is made when
+texts begin to grow and given up when none does; a weight that has changed in between (its storage, or the count that
+every operation in place adds to) is copied again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from luthier.adapters.dora import layer_factor, rescaled
 from luthier.adapters.layer import AdapterMatrix, LoraLayer
 from luthier.errors import first_line
-from luthier.hf.loops import loops_work
+from luthier.hf.decoding.loops import loops_work
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def stamp_of(*tensors: Tensor) -> tuple[tuple[int, int], ...]:
 def laid_out(*weights: Tensor) -> Matrix:
     """Weights [outputs, inputs] as one matrix."""
     if weights[0].dtype == torch.float32 and torch.get_num_threads() == 1 and loops_work():
-        from luthier.hf.panels import Panels, suits  # Numba, which takes half a second to import
+        from luthier.hf.decoding.panels import Panels, suits  # Numba, which takes half a second to import
 
         if suits(weights[0]):
             return Panels(*weights)

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from luthier.adapters import LoraLayer, is_adapter_weight, layer_factor
 from luthier.adapters.rows import RowsHead
-from luthier.hf.lean import READING
-from luthier.hf.slots import padded
+from luthier.hf.decoding.lean import READING
+from luthier.hf.decoding.slots import padded
 from luthier.sampling.packed import Copies, Copy, Forward, can_pack, laid_out, packable, stamp_of
 
 _EVEN = 16
@@ -103,7 +103,7 @@ class _Grown:
 
 
 class JoinedProducts:
-    """`hf.lean.Products`, packed where it can be done, with adapters beside them.
+    """`hf.decoding.lean.Products`, packed where it can be done, with adapters beside them.
 
     Args:
         model: whose layers they are.

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from luthier.hf.debug.shrink import VOCABULARY
+from luthier.hf.debug.tiny import causal_types, debug_config
 from luthier.hf.kinds import never_causal, not_causal
-from luthier.hf.shrink import VOCABULARY
-from luthier.hf.tiny import causal_types, debug_config
 from luthier.verify import group
 from luthier.verify.group import Failed, Group
 from luthier.verify.run import require_peft

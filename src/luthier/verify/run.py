@@ -9,7 +9,7 @@ from typing import Any
 
 from luthier.config import ParallelConfig, RunConfig
 from luthier.errors import ConfigError, UserError
-from luthier.hf.shrink import VOCABULARY, shrink
+from luthier.hf.debug.shrink import VOCABULARY, shrink
 from luthier.hf.source import ModelSource, fetch, load_config, resolve
 from luthier.parallel.layout import Layout
 from luthier.verify import group

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from luthier.hf.tiny import debug_config, debug_tokenizer
+from luthier.hf.debug.tiny import debug_config, debug_tokenizer
 from tests.tinker.server.served import KEY, Served, serving
 
 

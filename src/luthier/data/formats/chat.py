@@ -21,7 +21,7 @@ from luthier.data.formats.messages import (
 from luthier.data.mask import Masker
 from luthier.data.report import BadRow
 from luthier.hf.render import Tokenizer
-from luthier.hf.sight import encoder_of
+from luthier.hf.vision.sight import encoder_of
 
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
 

@@ -12,8 +12,8 @@ from luthier.data.formats.messages import message_weights, read_messages, read_t
 from luthier.data.report import BadRow
 from luthier.errors import ConfigError
 from luthier.hf.render import Tokenizer
-from luthier.hf.sight import encoder_of
 from luthier.hf.tokenizer import chat_template_of
+from luthier.hf.vision.sight import encoder_of
 
 FIELDS = ("instruction", "input", "output", "prompt", "completion", "system")
 PAIRS = (("prompt", "completion"), ("instruction", "output"))

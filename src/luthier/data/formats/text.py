@@ -7,7 +7,7 @@ from luthier.config.sections import SourceConfig
 from luthier.data.formats.base import Row, Samples, closed, text_of
 from luthier.errors import ConfigError
 from luthier.hf.render import Tokenizer
-from luthier.hf.sight import encoder_of
+from luthier.hf.vision.sight import encoder_of
 
 
 class TextFormat:

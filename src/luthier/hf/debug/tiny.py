@@ -1,6 +1,6 @@
 """`debug:TYPE`: a tiny model of any causal type that Transformers knows, with a tokenizer, made without any download.
 
-The type's own default config is shrunk (`hf.shrink`), for the vocabulary of the debug tokenizer.
+The type's own default config is shrunk (`hf.debug.shrink`), for the vocabulary of the debug tokenizer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedTokenizerFast
 
 from luthier.errors import ModelError
+from luthier.hf.debug.shrink import shrink
 from luthier.hf.kinds import never_causal
 from luthier.hf.quiet import quiet
-from luthier.hf.shrink import shrink
-from luthier.hf.tiny_vision import seeing_config, seeing_tokenizer, seeing_types
+from luthier.hf.vision.tiny_vision import seeing_config, seeing_tokenizer, seeing_types
 
 
 def causal_types() -> tuple[str, ...]:

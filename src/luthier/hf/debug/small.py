@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from luthier.errors import ModelError, first_line
-from luthier.hf.attention import parts_attention
+from luthier.hf.debug.shrink import LAYERS, shrink
 from luthier.hf.quiet import quiet
 from luthier.hf.raised import RAISED_BY_MODELS
-from luthier.hf.rotary import follow_documents
-from luthier.hf.shrink import LAYERS, shrink
+from luthier.hf.rows.attention import parts_attention
+from luthier.hf.rows.rotary import follow_documents
 
 
 @dataclass(frozen=True)

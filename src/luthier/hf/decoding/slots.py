@@ -27,10 +27,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.cache_utils import Cache
 
 from luthier.errors import ModelError
-from luthier.hf import attention as luthier_attention
 from luthier.hf.anatomy import backbone_name
 from luthier.hf.experts import Call, find_experts
 from luthier.hf.head import head_logits
+from luthier.hf.rows import attention as luthier_attention
 
 NAME = "luthier_slots"
 FEWEST = 4

@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 from luthier.batch import Batch, Sample
 from luthier.errors import ModelError, first_line
 from luthier.hf.anatomy import backbone_name
-from luthier.hf.attention import takes_attention
+from luthier.hf.debug.small import Kind, kind_of, make_small
+from luthier.hf.decoding.lean import LeanRows
+from luthier.hf.decoding.slots import Prefix, Rows, SlotRows, run_backbone, taken
 from luthier.hf.forward import hidden_states
-from luthier.hf.lean import LeanRows
 from luthier.hf.raised import RAISED_BY_MODELS
-from luthier.hf.slots import Prefix, Rows, SlotRows, run_backbone, taken
-from luthier.hf.small import Kind, kind_of, make_small
-from luthier.hf.virtual import virtual_of
+from luthier.hf.rows.attention import takes_attention
+from luthier.hf.rows.virtual import virtual_of
 
 _log = logging.getLogger(__name__)
 

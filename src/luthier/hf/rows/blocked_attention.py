@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from luthier.hf.documents import Documents
+from luthier.hf.rows.documents import Documents
 
 _GRAIN = 32
 """Lengths are rounded up to this: odd shapes are slow, and each new shape costs the product library a compilation."""

@@ -24,11 +24,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from luthier.errors import ModelError
-from luthier.hf.blocked_attention import blocked_attention
-from luthier.hf.documents import Documents, active_documents, documents_of, is_channel
 from luthier.hf.kinds import crosses, sees
-from luthier.hf.shared_row import Piece, attend_shared
-from luthier.hf.virtual import BESIDE, PREFIX, with_prefix
+from luthier.hf.rows.blocked_attention import blocked_attention
+from luthier.hf.rows.documents import Documents, active_documents, documents_of, is_channel
+from luthier.hf.rows.shared_row import Piece, attend_shared
+from luthier.hf.rows.virtual import BESIDE, PREFIX, with_prefix
 
 NAME = "luthier"
 """The name to give as `attn_implementation`."""

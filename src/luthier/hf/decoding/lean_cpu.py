@@ -22,9 +22,9 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from luthier.hf.compiled import ahead, compiled
+from luthier.hf.decoding.compiled import ahead, compiled
+from luthier.hf.decoding.lean_ops import Layer, Places
 from luthier.hf.fast_norm import eps_of
-from luthier.hf.lean_ops import Layer, Places
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]

@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 
 from luthier.errors import ModelError
 from luthier.hf.anatomy import backbone_name
+from luthier.hf.decoding.lean_ops import FEW_THREADS, Between, Layer, Places, PlainBetween, attention_by_products
+from luthier.hf.decoding.loops import loops_work
+from luthier.hf.decoding.slots import Prefix, SlotRows, padded, rounded
 from luthier.hf.fast_norm import eps_of
-from luthier.hf.lean_ops import FEW_THREADS, Between, Layer, Places, PlainBetween, attention_by_products
-from luthier.hf.loops import loops_work
-from luthier.hf.slots import Prefix, SlotRows, padded, rounded
 
 
 class Products(Protocol):
@@ -254,7 +254,7 @@ class LeanRows(SlotRows):
 
     def _compiled_attention(self, start: int, positions: Tensor, size: int) -> Attend:
         """The same in one compiled loop."""
-        from luthier.hf.lean_cpu import Attention
+        from luthier.hf.decoding.lean_cpu import Attention
 
         attention = Attention(start, positions, self._query_heads, size)
         return lambda number, made: attention(made, *self._arenas(number, made), self._layers[number].scaling)
@@ -298,7 +298,7 @@ class LeanRows(SlotRows):
     def _between(self, places: Places) -> Between:
         if not self._compiles():
             return PlainBetween(places)
-        from luthier.hf.lean_cpu import CompiledBetween
+        from luthier.hf.decoding.lean_cpu import CompiledBetween
 
         return CompiledBetween(places)
 

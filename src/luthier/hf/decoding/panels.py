@@ -21,8 +21,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from luthier.hf.compiled import FEATURES, ahead, compiled
-from luthier.hf.lean_cpu import Floats
+from luthier.hf.decoding.compiled import FEATURES, ahead, compiled
+from luthier.hf.decoding.lean_cpu import Floats
 
 _WIDE = "+avx512f" in FEATURES
 # numbers of a vector, rows and vectors of a tile: all but a few registers hold sums

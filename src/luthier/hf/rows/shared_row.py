@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from luthier.errors import ModelError
-from luthier.hf.documents import Documents, Exchange
+from luthier.hf.rows.documents import Documents, Exchange
 
 
 @dataclass(frozen=True, slots=True)

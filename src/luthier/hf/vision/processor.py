@@ -15,8 +15,8 @@ from luthier.errors import ModelError
 from luthier.hf.kinds import sees
 from luthier.hf.quiet import quiet
 from luthier.hf.raised import RAISED_BY_MODELS
-from luthier.hf.sight import be_blind, give_sight, sight_of
 from luthier.hf.source import ModelSource, explain, fetch, load_config
+from luthier.hf.vision.sight import be_blind, give_sight, sight_of
 
 _FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME)
 
@@ -48,7 +48,7 @@ def load_processor(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> P
         ModelError: the model has no processor, or it cannot be read.
     """
     if source.kind == "debug":
-        from luthier.hf.tiny_vision import seeing_processor
+        from luthier.hf.vision.tiny_vision import seeing_processor
 
         return seeing_processor(source.name, tokenizer)
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from luthier.hf.documents import Documents, active_documents
+from luthier.hf.rows.documents import Documents, active_documents
 
 
 def follow_documents(model: nn.Module) -> None:

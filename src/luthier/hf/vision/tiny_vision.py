@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerFast, ProcessorMixin
 
+from luthier.hf.debug.shrink import HIDDEN, VOCABULARY
 from luthier.hf.quiet import quiet
-from luthier.hf.shrink import HIDDEN, VOCABULARY
 
 SIDE = 28
 """Pixels of a side of what a debug model's tower reads at a time."""
@@ -178,7 +178,7 @@ def seeing_processor(kind: str, tokenizer: Any) -> ProcessorMixin:
     import transformers.models.qwen2_vl.image_processing_pil_qwen2_vl as qwen2_vl
     from transformers import Gemma3Processor, Idefics3Processor, LlavaProcessor, MllamaProcessor, Qwen2_5_VLProcessor
 
-    from luthier.hf.processor import NoVideos, without_videos
+    from luthier.hf.vision.processor import NoVideos, without_videos
 
     square = {"height": SIDE, "width": SIDE}
     template = {"chat_template": tokenizer.chat_template}

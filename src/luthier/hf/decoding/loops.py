@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from luthier.errors import first_line
-from luthier.hf.lean_ops import Layer, Places, PlainBetween
+from luthier.hf.decoding.lean_ops import Layer, Places, PlainBetween
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ def loops_work() -> bool:
 
 @torch.no_grad()
 def _agree() -> bool:
-    from luthier.hf.lean_cpu import Attention, CompiledBetween
-    from luthier.hf.panels import Panels, suits
+    from luthier.hf.decoding.lean_cpu import Attention, CompiledBetween
+    from luthier.hf.decoding.panels import Panels, suits
 
     generator = torch.Generator().manual_seed(0)
 

@@ -17,7 +17,7 @@ from luthier.hf.forward import TOLERANCE, hidden_states, masks_itself
 from luthier.hf.head import head_logits
 from luthier.hf.kinds import crosses, sees
 from luthier.hf.raised import RAISED_BY_MODELS
-from luthier.hf.sight import Sight
+from luthier.hf.vision.sight import Sight
 
 _SIZES = ((40, 28), (24, 56))
 """Height and width of the pictures that are tried."""

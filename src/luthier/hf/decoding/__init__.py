@@ -1,0 +1,1 @@
+"""How texts grow, token by token: caches, a lean loop over layers, and loops compiled for it."""

@@ -1,0 +1,1 @@
+"""Models that see: their processor, rows with images, debug models of the kind."""
