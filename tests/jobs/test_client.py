@@ -43,6 +43,7 @@ from luthier.jobs.asked import Asked
 from luthier.jobs.build import build
 from luthier.jobs.runtimes import builtin
 from luthier.jobs.spec import JobSpec
+from luthier.jobs.validate import check_packages
 from luthier.jobs.wire import described, packed, unpacked
 
 RUNTIME = "luthier-qwen2.5-0.5b"
@@ -532,3 +533,9 @@ def test_column_maps_by_kubeflows_names(client):
     ][0]
     assert source["columns"] == {"prompt": "question", "completion": "answer"}
     assert source["options"] == {"template": "chat"}
+
+
+def test_the_user_of_an_address_over_ssh_is_no_secret() -> None:
+    told: list[ConfigError] = []
+    check_packages(["own @ git+ssh://git@host/own.git", "git+ssh://git:hidden@host/own.git"], "packages", told)
+    assert [error.where for error in told] == ["packages.1"]

@@ -193,7 +193,8 @@ def check_packages(packages: Sequence[str], where: str, errors: Errors) -> None:
     """Requirements, one each: pip would read anything else as options."""
     for number, package in enumerate(packages):
         remedy = "let pip find it by an index of pip_index_urls, which are kept as secrets"
-        if re.search(r"://[^/]*@", package):
+        # over SSH a name alone is no secret: the key is
+        if re.search(r"://[^/]*@", re.sub(r"\bssh://[\w.-]+@", "ssh://", package)):
             errors.append(ConfigError("has credentials in its address", where=f"{where}.{number}", remedy=remedy))
         elif re.search(r"://[^\s#]*\?", package):
             what = "has a query in its address, which may be a signature"
