@@ -12,9 +12,12 @@ import pytest
 
 from luthier.cli.main import main
 from luthier.config import LoraConfig, RunConfig
-from luthier.errors import ConfigError, UserError
+from luthier.errors import ConfigError, ModelError, UserError
 from luthier.estimate import estimate, find_layouts
 from luthier.estimate.prepare import prepare, refusals
+from luthier.hf.anatomy import describe
+from luthier.hf.load import load_model
+from luthier.hf.source import resolve
 from luthier.parallel import rules
 from luthier.parallel.layout import Layout
 from tests.estimate.layouts import save_config
@@ -63,6 +66,27 @@ def test_a_search_asks_what_a_run_asks(model: str, adapter: dict[str, Any] | Non
             with pytest.raises(ConfigError) as caught:
                 rules.check(whole, layout)
             assert why in caught.value.what or "layers" in why
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "holds quantised weights, which cannot be trained"),
+        ({"hidden_size": -64, "head_dim": 16}, "negative dimension -64"),
+        ({"hidden_act": "swish9"}, "there is no 'swish9'"),
+        ({"num_hidden_layers": 0}, "holds no layers; choose another model"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_model_that_no_run_can_train_has_no_estimate(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+    whole = {"model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64}
+    whole |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(whole | fields))
+    with pytest.raises(ModelError, match=words) as estimated:
+        estimate(run(str(tmp_path)))
+    with pytest.raises(ModelError) as trained:
+        load_model(resolve(str(tmp_path)), from_scratch=True, prepare=lambda model: describe(model) and None)
+    assert str(trained.value) == str(estimated.value)
 
 
 def test_no_layout_that_an_adapter_refuses_is_told() -> None:

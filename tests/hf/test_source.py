@@ -73,6 +73,22 @@ def test_broken_json_names_the_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", r"config.json of .* is no map of fields; restore it"),
+        ('{"model_type": "llama", "vocab_size": -1.5}', "cannot be read: .*'vocab_size': .*int"),
+        ('{"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4}', "cannot be read: .*65.*multiple"),
+    ],
+    ids=["no map", "no whole number", "heads"],
+)
+def test_fields_that_cannot_be_are_named_with_the_reason(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=words) as caught:
+        load_config(resolve(str(tmp_path)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("config", "words"),
     [
         ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, "trust_remote_code: true"),

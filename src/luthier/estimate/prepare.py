@@ -21,9 +21,9 @@ from luthier.estimate.shape import ModelShape
 from luthier.hf.anatomy import describe
 from luthier.hf.classifier import attach_score
 from luthier.hf.kinds import sees
-from luthier.hf.load import build_on_meta, model_class, tie_on_meta
+from luthier.hf.load import build_on_meta, tie_on_meta, trainable_class
 from luthier.hf.nf4 import expected_bytes
-from luthier.hf.source import ModelSource, config_from_fields, load_config, named_in, resolve
+from luthier.hf.source import ModelSource, config_from_fields, explain, load_config, named_in, resolve
 from luthier.optim.build import build_optimizer
 from luthier.parallel import rules
 from luthier.parallel.layout import Layout, Refusal
@@ -62,13 +62,17 @@ def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
         cpu: for the CPU.
 
     Raises:
-        ModelError: the model's config cannot be found or read.
+        ModelError: the model's config cannot be found or read, or is of no model that a run can train.
     """
     source, own = find_model(config.model, config.revision)
     trust = config.trust_remote_code
     own = own if own is not None else load_config(source, trust_remote_code=trust)
     precision = config.train.precision or ("bf16" if not cpu else choose_precision(None, torch.device("cpu")))
-    model: Any = build_on_meta(model_class(source, own, trust_remote_code=trust), own)
+    cls = trainable_class(source, own, trust_remote_code=trust)
+    try:
+        model: Any = build_on_meta(cls, own)
+    except Exception as error:  # what a config may say, and no model can be: found as loading finds it
+        raise explain(source, error, "the model") from error
     for parameter in model.parameters():  # not the buffers: rope's frequencies stay fp32
         parameter.data = parameter.data.to(DTYPES[precision])
     line, quantised = None, {}

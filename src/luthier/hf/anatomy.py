@@ -13,6 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from luthier.errors import ModelError
+
 LinearLike = (nn.Linear, Conv1D)
 """Modules that multiply by one matrix: torch's, and GPT-2's that keeps it transposed."""
 
@@ -88,7 +90,7 @@ def describe(model: PreTrainedModel) -> Anatomy:
     """Find a model's parts; it may be on meta, and may have adapters in it.
 
     Raises:
-        ValueError: the model has no list of layers.
+        ModelError: the model has no layers.
     """
     names = {id(module): name for name, module in model.named_modules()}
     embedding = model.get_input_embeddings()
@@ -194,7 +196,7 @@ def _layers(decoder: nn.Module) -> list[nn.Module]:
     """The decoder layers: the list with most weights, of lists within lists the outer one."""
     lists = _lists(decoder)
     if not lists:
-        raise ValueError(f"{type(decoder).__name__} holds no list of layers")
+        raise ModelError(f"{type(decoder).__name__} holds no layers", where="model", remedy="choose another model")
     most = max(weights for _, weights, _ in lists)
     depth, _, chosen = min((entry for entry in lists if entry[1] == most), key=lambda entry: entry[0])
     kinds = {type(layer) for layer in chosen}

@@ -106,15 +106,7 @@ def load_model(
     """
     wanted = DTYPES[dtype] if isinstance(dtype, str) else dtype
     own = config if config is not None else load_config(source, trust_remote_code=trust_remote_code)
-    if getattr(own, "quantization_config", None) is not None and not source.gguf_file:
-        remedy = "name the unquantised model"
-        raise ModelError(
-            f"{source.name} holds quantised weights, which cannot be trained", where="model", remedy=remedy
-        )
-    base = model_class(source, own, trust_remote_code=trust_remote_code)
-    if (kind := not_causal(own)) is not None:
-        remedy = "choose a model that writes text from left to right"
-        raise ModelError(f"{source.name} is {kind}", where="model", remedy=remedy)
+    base = trainable_class(source, own, trust_remote_code=trust_remote_code)
     scratch = from_scratch or source.kind == "debug"
     with ExitStack() as stack:
         stack.enter_context(quiet())
@@ -180,6 +172,26 @@ def model_class(
         where="model",
         remedy="choose a model that writes text from left to right",
     )
+
+
+def trainable_class(
+    source: ModelSource, config: PreTrainedConfig, *, trust_remote_code: bool = False
+) -> type[PreTrainedModel]:
+    """`model_class` of a model that a run can train.
+
+    Raises:
+        ModelError: the type is no causal language model, or its weights are quantised.
+    """
+    if getattr(config, "quantization_config", None) is not None and not source.gguf_file:
+        remedy = "name the unquantised model"
+        raise ModelError(
+            f"{source.name} holds quantised weights, which cannot be trained", where="model", remedy=remedy
+        )
+    found = model_class(source, config, trust_remote_code=trust_remote_code)
+    if (kind := not_causal(config)) is not None:
+        remedy = "choose a model that writes text from left to right"
+        raise ModelError(f"{source.name} is {kind}", where="model", remedy=remedy)
+    return found
 
 
 def build_on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

@@ -244,6 +244,9 @@ def refuse_remote_code(source: ModelSource, trust_remote_code: bool) -> None:
             where="model",
             remedy="name their base as the model, and this directory with --adapter, or as adapter.start_from to train",
         )
+    if not isinstance(config, dict):
+        remedy = "restore it from where it came"
+        raise ModelError(f"config.json of {source.name} is no map of fields", where=source.text, remedy=remedy)
     from transformers import CONFIG_MAPPING
 
     model_type = config.get("model_type")
@@ -339,5 +342,14 @@ def _explain_hub(source: ModelSource, chain: list[BaseException], what: str) -> 
 
 
 def _first_line(error: BaseException) -> str:
+    """What an error says in one line: with the next one where the first only announces it, and in words where it is
+    but a key that is not found.
+
+    >>> _first_line(ValueError("field 'vocab_size':\\n    must be positive.")), _first_line(KeyError("swish9"))
+    ("field 'vocab_size': must be positive", "there is no 'swish9'")
+    """
+    if isinstance(error, KeyError) and len(error.args) == 1:
+        return f"there is no {error.args[0]!r}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
+    announced = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    return (announced or type(error).__name__).rstrip(".")
