@@ -155,6 +155,10 @@ def test_clusters_are_presets_files_and_this_machine(tmp_path: Path) -> None:
     fields = "gpus_per_node: 4\nmemory_gib: 40\nbf16_flops: 3.12e+14\nfp32_flops: 1.95e+13\nmemory_bandwidth: 1.5e+12\n"
     own.write_text(fields + "node_bandwidth: 3.0e+11\nnetwork_bandwidth: 2.5e+10\n", encoding="utf-8")
     assert find_cluster(str(own)).memory == 40 * 2**30
+    for absurd in ("memory_gib: .inf", "bf16_flops: .nan", "node_bandwidth: 1.0e-300", "launch_seconds: .inf"):
+        own.write_text(fields + f"node_bandwidth: 3.0e+11\nnetwork_bandwidth: 2.5e+10\n{absurd}\n", encoding="utf-8")
+        with pytest.raises(ConfigError, match=absurd.partition(":")[0]):
+            find_cluster(str(own))
     own.write_text("gpus_per_node: none\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="gpus_per_node"):
         find_cluster(str(own))

@@ -9,7 +9,7 @@ import time
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
 import yaml
@@ -19,31 +19,35 @@ from luthier.errors import ConfigError
 
 GIB = 2**30
 
+Rate = Annotated[float, Field(ge=1, le=1e24)]
+"""Operations or bytes a second; what is beyond makes times that no number holds."""
+Seconds = Annotated[float, Field(gt=0, le=3600)]
+
 
 class Cluster(BaseModel):
     """Nodes of one kind. Bandwidths are bytes a second, of one GPU, in one direction."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)  # one infinity makes all times NaN
 
     name: str = ""
     gpus_per_node: PositiveInt
     memory_gib: PositiveFloat
     """Of one GPU."""
-    bf16_flops: PositiveFloat
+    bf16_flops: Rate
     """Dense matrix products a second that the maker promises (or that were measured)."""
-    fp32_flops: PositiveFloat
-    memory_bandwidth: PositiveFloat
-    node_bandwidth: PositiveFloat
+    fp32_flops: Rate
+    memory_bandwidth: Rate
+    node_bandwidth: Rate
     """To the other GPUs of the node."""
-    network_bandwidth: PositiveFloat
+    network_bandwidth: Rate
     """To other nodes."""
     flops_share: float = Field(default=1.0, gt=0, le=1)
     """What of the promised products large matrices reach."""
     bandwidth_share: float = Field(default=1.0, gt=0, le=1)
     """What of the promised bandwidths large messages reach."""
-    launch_seconds: PositiveFloat = 5e-6
+    launch_seconds: Seconds = 5e-6
     """From one kernel to the next: no operation is shorter."""
-    message_seconds: PositiveFloat = 2e-5
+    message_seconds: Seconds = 2e-5
     """Of a collective of no bytes."""
     memory_share: float = Field(default=0.92, gt=0, le=1)
     """What of the memory tensors may take; the rest is for the driver, the network and gaps."""
