@@ -132,6 +132,17 @@ def test_the_command_leaves_with_1_when_a_bound_is_broken(
     assert json.loads(capfd.readouterr().out)["layouts"][0]["status"] == status
 
 
+def test_a_model_that_no_run_can_train_is_refused_before_a_process_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = debug_config("llama")
+    config.quantization_config = {"quant_method": "fp8"}
+    config.save_pretrained(tmp_path)
+    monkeypatch.delattr(group, "reference")
+    assert main(["verify", "--model", str(tmp_path), "--tiny", "--nproc", "2"]) == 2
+    assert "holds quantised weights, which cannot be trained; name the unquantised model" in capfd.readouterr().err
+
+
 def test_documents_are_the_same_for_a_seed() -> None:
     assert documents(50, (3, 4), 2) == documents(50, (3, 4), 2) != documents(50, (3, 4), 2, seed=1)
     assert all(max(d["tokens"]) < 50 and d["weights"][-1] == 1.0 for step in documents(50, (9, 4), 2) for d in step)

@@ -10,6 +10,7 @@ from typing import Any
 from luthier.config import ParallelConfig, RunConfig
 from luthier.errors import ConfigError, UserError
 from luthier.hf.debug.shrink import VOCABULARY, shrink
+from luthier.hf.load import trainable_class
 from luthier.hf.source import ModelSource, fetch, load_config, resolve
 from luthier.parallel.layout import Layout
 from luthier.verify import group
@@ -37,6 +38,7 @@ def verify(config: RunConfig, *, tiny: bool, nproc: int | None = None) -> tuple[
 
     Raises:
         ConfigError: the layout does not admit the model, or is not for so many processes.
+        ModelError: the model cannot be found, or is none that a run can train.
         UserError: there is an adapter, and PEFT, which it is compared with, is not installed.
     """
     if config.adapter is not None and config.adapter.kind != "lora":
@@ -51,6 +53,8 @@ def verify(config: RunConfig, *, tiny: bool, nproc: int | None = None) -> tuple[
         require_peft()
     layout = _layout(config.parallel, nproc)
     source = resolve(config.model, revision=config.revision)
+    own = load_config(source, trust_remote_code=config.trust_remote_code)
+    trainable_class(source, own, trust_remote_code=config.trust_remote_code)  # before any process is started for it
     small = tiny or source.kind == "debug"
     device = config.train.device or "cpu"
     with tempfile.TemporaryDirectory(prefix="luthier-verify-") as name:
@@ -61,11 +65,10 @@ def verify(config: RunConfig, *, tiny: bool, nproc: int | None = None) -> tuple[
         ):
             vocabulary = VOCABULARY
             if small:
-                model = _make_small(config, source, layout, scratch / "model")
+                model = _make_small(config, source, own, layout, scratch / "model")
                 reference.call("make", directory=model["path"])
             else:
                 model = _real(source)
-                own = load_config(source, trust_remote_code=config.trust_remote_code)
                 vocabulary = own.get_text_config(decoder=True).vocab_size
             lengths = LENGTHS[small] * layout.data_ranks
             trial = Trial(
@@ -122,8 +125,7 @@ def _layout(parallel: ParallelConfig, nproc: int | None) -> Layout:
     return Layout.resolve(parallel, nproc)
 
 
-def _make_small(config: RunConfig, source: ModelSource, layout: Layout, directory: Path) -> dict[str, Any]:
-    whole = load_config(source, trust_remote_code=config.trust_remote_code)
+def _make_small(config: RunConfig, source: ModelSource, whole: Any, layout: Layout, directory: Path) -> dict[str, Any]:
     if source.kind != "debug":
         stages = layout.pp * (config.parallel.stages_per_rank or 1)
         whole = shrink(whole, layers=max(2, stages))
