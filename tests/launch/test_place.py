@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from luthier.errors import ConfigError
-from luthier.launch import Place, Request, place, request
+from luthier.launch import Place, Request, join, place, request
+from luthier.launch.place import refuse_half
 
 TORCHRUN = {
     "RANK": "5",
@@ -88,11 +90,59 @@ def test_a_place_that_makes_no_sense_is_named() -> None:
         place(nowhere)
 
 
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({**TORCHRUN, "RANK": "8"}, "RANK: it is 8, and WORLD_SIZE says 8; ranks are numbered from 0"),
+        ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "0"}, "RANK: it is 0, and WORLD_SIZE says 0; ranks are"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK: it is 1, and LOCAL_WORLD_SIZE says 1; ranks are"),
+        ({**SRUN, "SLURM_PROCID": "8"}, "SLURM_PROCID: it is 8, and SLURM_STEP_NUM_TASKS says 8; ranks are"),
+        ({**SBATCH, "SLURM_PROCID": "9"}, "SLURM_PROCID: it is 9, and SLURM_NTASKS says 8; ranks are"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT: 99999 is no port where ranks could meet; give one from 1"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT: 0 is no port where ranks could meet; give one from 1"),
+        ({**SRUN, "MASTER_PORT": "70000"}, "MASTER_PORT: 70000 is no port where ranks could meet; give one from 1"),
+    ],
+)
+def test_numbers_that_no_rank_can_have_are_named(environment: dict[str, str], sentence: str) -> None:
+    """All the ranks of such a run would wait for each other."""
+    with pytest.raises(ConfigError) as caught:
+        place(environment)
+    assert str(caught.value).startswith(f"environment variable {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        (["MASTER_PORT"], "WORLD_SIZE: it is 8, and of what torchrun sets beside it MASTER_PORT is missing; set all"),
+        (["RANK", "MASTER_ADDR"], "WORLD_SIZE: it is 8, and of what torchrun sets beside it RANK and MASTER_ADDR are"),
+        (["WORLD_SIZE"], "RANK: it is 5, and of what torchrun sets beside it WORLD_SIZE is missing; set all"),
+    ],
+)
+def test_half_a_place_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch, missing: list[str], sentence: str) -> None:
+    """Each rank would train alone, on all rows and into the same directory."""
+    half = {name: value for name, value in TORCHRUN.items() if name not in missing}
+    assert place(half) is None
+    with pytest.raises(ConfigError) as caught:
+        refuse_half(half)
+    assert str(caught.value).startswith(f"environment variable {sentence}")
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in half.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="set all four for each rank"), join(torch.device("cpu")):
+        pass
+    assert place(SRUN | half) == place({**SRUN, **{k: v for k, v in half.items() if k.startswith("MASTER")}})
+    assert request(half, **FOUR) == Request(nproc="4")
+    refuse_half(TRAINJOB | half)  # for the launcher
+    refuse_half({**half, "RANK": "", "WORLD_SIZE": "1"})
+
+
 FOUR = {"nproc": "4"}
 REQUESTS = [
     ("nothing asked", {}, {}, None),
     ("--nproc", {}, FOUR, Request(nproc="4")),
-    ("a rank is not asked again", TORCHRUN, FOUR, None),
+    ("a rank is not asked again", {**TORCHRUN, "LUTHIER_START": "7f"}, FOUR, None),
+    ("torchrun's rank", TORCHRUN, {}, None),
     ("Kubeflow", TRAINJOB, {}, Request()),
     ("one of Kubeflow's ranks", TRAINJOB | TORCHRUN, {}, None),
     ("options go before PET_*", TRAINJOB, {"max_restarts": 3}, Request(max_restarts=3)),
@@ -126,6 +176,15 @@ def test_requests_that_make_no_sense(options: dict[str, Any], sentence: str) -> 
     assert str(caught.value).startswith(sentence)
 
 
+@pytest.mark.parametrize("option", [FOUR, {"nnodes": "2"}, {"rdzv_endpoint": "h:1"}, {"max_restarts": 1}])
+def test_a_rank_that_others_started_starts_none(option: dict[str, Any]) -> None:
+    """Variables that an earlier command left behind would else make one process of four."""
+    with pytest.raises(
+        ConfigError, match="it asks for ranks to be started, and RANK and WORLD_SIZE make this rank 0 of 1"
+    ):
+        request({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}, **option)
+
+
 def test_torchrun_reads_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Options and PET_* meet in torch's own reading of them."""
     from luthier.launch.agent import _config
@@ -145,3 +204,11 @@ def test_torchrun_reads_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_MAX_RESTARTS", "some")
     with pytest.raises(ConfigError, match=r"PET_\* variables: argument --max-restarts.*'some'$"):
         _config(Request())
+
+
+@pytest.mark.parametrize("endpoint", ["h:99999", "h:p", ":29500"])
+def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+    from luthier.launch.agent import _config
+
+    with pytest.raises(ConfigError, match="the launcher's options and PET_"):
+        _config(Request(nproc="1", rdzv_endpoint=endpoint))

@@ -110,6 +110,7 @@ def _config(request: Request) -> LaunchConfig:
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(_cores()) // nproc))
     try:
         config: LaunchConfig = config_from_args(args)[0]
+        parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=29500)  # else torch says so when it is too late
     except (AssertionError, ValueError) as error:
         raise ConfigError(str(error), where="the launcher's options and PET_* variables") from None
     return config

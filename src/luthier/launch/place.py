@@ -21,6 +21,7 @@ _SLURM_SPECIAL_STEP = 0xFFFF_FFF0
 _SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST")
 # Below the ports that Linux hands out by itself (32768 and up), above those of the usual services.
 _FIRST_PORT, _PORTS = 10_000, 20_000
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PET = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
 
 
@@ -68,24 +69,45 @@ def place(environment: Environment) -> Place | None:
     return _torchrun(environment) or _slurm(environment)
 
 
+def refuse_half(environment: Environment) -> None:
+    """Refuse variables of torchrun that speak of several ranks, and do not say where they meet or which this one is:
+    each would train alone, on all rows and into the same directory. For a process that `place` makes no rank of.
+
+    Raises:
+        ConfigError: with what is missing.
+    """
+    if asked_by_kubeflow(environment):
+        return
+    missing = [name for name in _TORCHRUN if not environment.get(name)]
+    others = environment.get("WORLD_SIZE") and _number(environment, "WORLD_SIZE") > 1
+    for name, said in (("WORLD_SIZE", others), ("RANK", environment.get("RANK") and "WORLD_SIZE" in missing)):
+        if said:
+            raise ConfigError(
+                f"it is {environment[name]}, and of what torchrun sets beside it {' and '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} missing",
+                where=f"environment variable {name}",
+                remedy="set all four for each rank, or unset it for a process of its own",
+            )
+
+
 def _torchrun(environment: Environment) -> Place | None:
     # Kubeflow's older operator gives RANK and WORLD_SIZE of machines next to PET_*: those are for the launcher.
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if not all(environment.get(name) for name in names):
+    if not all(environment.get(name) for name in _TORCHRUN):
         return None
     if "LOCAL_RANK" not in environment and asked_by_kubeflow(environment):
         return None
+    ranks, local_ranks = _number(environment, "WORLD_SIZE"), _number(environment, "LOCAL_WORLD_SIZE", 0) or None
     return Place(
-        rank=_number(environment, "RANK"),
-        ranks=_number(environment, "WORLD_SIZE"),
-        local_rank=_number(environment, "LOCAL_RANK", 0),
-        master=(environment["MASTER_ADDR"], _number(environment, "MASTER_PORT")),
+        rank=_below(environment, "RANK", ranks, "WORLD_SIZE"),
+        ranks=ranks,
+        local_rank=_below(environment, "LOCAL_RANK", local_ranks, "LOCAL_WORLD_SIZE", 0),
+        master=(environment["MASTER_ADDR"], _port(environment)),
         attempt=max(
             _number(environment, ATTEMPT, 0),
             _number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
             _number(environment, "SLURM_RESTART_COUNT", 0),
         ),
-        local_ranks=_number(environment, "LOCAL_WORLD_SIZE", 0) or None,
+        local_ranks=local_ranks,
         start=environment.get(START) or environment.get("TORCHELASTIC_RESTART_COUNT") or "0",
     )
 
@@ -110,11 +132,12 @@ def _slurm(environment: Environment) -> Place | None:
         raise ConfigError("no variable of Slurm names a node", where="SLURM_NODELIST", remedy="set MASTER_ADDR")
     job = _number(environment, "SLURM_JOB_ID", _number(environment, "SLURM_JOBID", 0))
     port = _FIRST_PORT + (job + 101 * max(step, 0)) % _PORTS  # two steps of a job may run at once
+    counted = "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     return Place(
-        rank=rank,
+        rank=_below(environment, "SLURM_PROCID", ranks, counted),
         ranks=ranks,
         local_rank=_number(environment, "SLURM_LOCALID", 0),
-        master=(host, _number(environment, "MASTER_PORT", port)),
+        master=(host, _port(environment, port)),
         attempt=_number(environment, "SLURM_RESTART_COUNT", 0),
     )
 
@@ -137,6 +160,23 @@ def _number(environment: Environment, name: str, default: int | None = None) -> 
     if text is None or not text.strip().isdecimal():
         raise ConfigError(f'"{text or ""}" is not a whole number', where=f"environment variable {name}")
     return int(text)
+
+
+def _below(environment: Environment, name: str, count: int | None, counted: str, default: int | None = None) -> int:
+    """A rank's number, of so many as another variable says: all would wait an hour for one that none of them is."""
+    number = _number(environment, name, default)
+    if count is not None and number >= count:
+        what = f"it is {number}, and {counted} says {count}; ranks are numbered from 0 up to one less"
+        raise ConfigError(what, where=f"environment variable {name}")
+    return number
+
+
+def _port(environment: Environment, default: int | None = None) -> int:
+    number = _number(environment, "MASTER_PORT", default)
+    if not 1 <= number <= 65535:
+        what = f"{number} is no port where ranks could meet"
+        raise ConfigError(what, where="environment variable MASTER_PORT", remedy="give one from 1 to 65535")
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +224,25 @@ def request(
         nproc: the option of that name, None where it was not given; so for the others.
 
     Raises:
-        ConfigError: an option says nothing that could be started.
+        ConfigError: an option says nothing that could be started, or is given to a rank that somebody else has started.
     """
-    if _torchrun(environment) is not None:
+    options = {
+        "--nproc": nproc,
+        "--nnodes": nnodes,
+        "--rdzv-endpoint": rdzv_endpoint,
+        "--max-restarts": max_restarts,
+    }
+    asked = {name: value for name, value in options.items() if value is not None}
+    if (here := _torchrun(environment)) is not None:
+        if asked and not environment.get(START):  # our own ranks run the command that started them
+            name, value = next(iter(asked.items()))
+            raise ConfigError(
+                f"it asks for ranks to be started, and RANK and WORLD_SIZE make this rank {here.rank} of {here.ranks}",
+                where=f"{name} {value}",
+                remedy="leave it out, or unset RANK and WORLD_SIZE",
+            )
         return None
-    options = (nproc, nnodes, rdzv_endpoint, max_restarts)
-    if all(option is None for option in options):
+    if not asked:
         # Asked for by name, a launcher starts inside srun too: one task a node is the usual way.
         return Request() if _slurm(environment) is None and asked_by_kubeflow(environment) else None
     if nproc is not None and nproc not in ("auto", "gpu", "cpu") and (not nproc.isdecimal() or int(nproc) < 1):

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from luthier.errors import ConfigError
-from luthier.launch.place import Place, place
+from luthier.launch.place import Place, place, refuse_half
 from luthier.launch.records import note_failure
 
 if TYPE_CHECKING:
@@ -59,9 +59,11 @@ def join(device: torch.device) -> Iterator[torch.device]:
         the device of this rank.
 
     Raises:
-        ConfigError: the ranks of this machine cannot have a device each.
+        ConfigError: the ranks of this machine cannot have a device each, or the environment says half of a place.
     """
     here = place(os.environ)
+    if here is None and not _grouped():
+        refuse_half(os.environ)
     if here is None or here.ranks == 1:
         _agree_on_attempt(here.attempt if here is not None else 0)
         yield device
@@ -142,19 +144,26 @@ def any_rank(value: int = 0) -> int:
 
     `any_rank(number of the signal seen, else 0)` at the end of a step stops all ranks after the same one.
     """
-    if "torch" not in sys.modules:
+    if not _grouped():
         return value
     import torch
     import torch.distributed as dist
 
-    if not dist.is_available() or not dist.is_initialized():
-        return value
     world = dist.group.WORLD
     assert world is not None
     device = world.bound_device_id or torch.device("cpu")
     largest = torch.tensor(value, dtype=torch.int64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest.item())
+
+
+def _grouped() -> bool:
+    """Whether this process is in a group, ours or an embedding program's."""
+    if "torch" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
 
 
 def restarted() -> bool:
