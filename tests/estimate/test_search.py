@@ -10,7 +10,7 @@ import pytest
 
 from luthier.config import RunConfig
 from luthier.errors import ConfigError
-from luthier.estimate import find_layouts, lines
+from luthier.estimate import estimate, find_layouts, lines
 from luthier.estimate.cluster import find_cluster, this_machine
 from luthier.estimate.memory import memory
 from luthier.estimate.models import known
@@ -145,6 +145,30 @@ def test_layouts_are_written_as_they_are_said(text: str) -> None:
     }.items():
         with pytest.raises(ConfigError, match=told):
             parse_layout(wrong, base)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parallel": {"cpu_offload": True}},
+        {"parallel": {"reshard": "never"}},
+        {"optimizer": {"in_backward": True}, "train": {"max_gradient_norm": None}},
+    ],
+    ids=str,
+)
+def test_a_search_weighs_layouts_as_the_run_would_use_them(options: dict[str, Any]) -> None:
+    train = {"precision": "bf16", "tokens_per_step": 4 * 256, **options.get("train", {})}  # a document for each rank
+    fields = {"model": "debug:qwen3", "data": {"sequence_length": 256}, **options, "train": train}
+    found = find_layouts(RunConfig.model_validate(fields), 4, "h100")["layouts"]
+    asked = [entry for entry in found if entry["rows"] == 1]  # an estimate's microbatch is one document
+    assert {entry["layout"] for entry in asked} >= {"dp_shard 4", "dp_replicate 4"}
+    for entry in asked:
+        train["activation_checkpointing"] = entry["activation_checkpointing"]
+        config = RunConfig.model_validate(fields)
+        parallel = parse_layout(entry["layout"], config.parallel)
+        alone = estimate(config.model_copy(update={"parallel": parallel}), cluster="h100")
+        assert entry["memory"]["total"] == alone["memory"]["total"]
+        assert entry["time"]["total"] == pytest.approx(alone["time"]["total"])
 
 
 def test_clusters_are_presets_files_and_this_machine(tmp_path: Path) -> None:

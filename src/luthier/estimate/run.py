@@ -110,6 +110,8 @@ def find_layouts(config: RunConfig, gpus: int, cluster: str = "h200", keep: int 
         schedule=config.parallel.pipeline_schedule,
         stages_per_rank=stages_of(config.parallel.pipeline_schedule, config.parallel.stages_per_rank),
         method=method,
+        reshard=config.parallel.reshard,
+        options=_options(config, config.parallel),
         keep=keep,
     )
     result = _about(config, about, method)
@@ -178,12 +180,19 @@ def _plan(config: RunConfig, parallel: ParallelConfig, layout: Layout, method: B
         microbatches=microbatches,
         checkpointing=config.train.activation_checkpointing,
         reshard=parallel.reshard == "always" or (parallel.reshard == "auto" and layout.pp == 1),
-        sequence_parallel=parallel.sequence_parallel,
-        cpu_offload=parallel.cpu_offload,
-        in_backward=config.optimizer.in_backward,
+        **_options(config, parallel),
         schedule=parallel.pipeline_schedule,
         stages_per_rank=stages,
     )
+
+
+def _options(config: RunConfig, parallel: ParallelConfig) -> dict[str, bool]:
+    """What a run sets of a plan whatever its layout."""
+    return {
+        "sequence_parallel": parallel.sequence_parallel,
+        "cpu_offload": parallel.cpu_offload,
+        "in_backward": config.optimizer.in_backward,
+    }
 
 
 def _measured(config: RunConfig, machine: Cluster, gpus: int, method: Beside) -> tuple[measured.About, Refusal]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from luthier.errors import ConfigError
 from luthier.estimate.beside import NOTHING, Beside
@@ -53,6 +54,8 @@ def search(
     schedule: str = "1f1b",
     stages_per_rank: int = 1,
     method: Beside = NOTHING,
+    reshard: str = "auto",
+    options: Mapping[str, Any] | None = None,
     keep: int = 10,
 ) -> list[Found]:
     """Weigh every layout, size of microbatch and recomputation that fits.
@@ -69,6 +72,9 @@ def search(
         schedule: of the pipeline.
         stages_per_rank: of that schedule.
         method: what the way of training keeps beside the model.
+        reshard: when gathered weights are given back, as `parallel.reshard` says it.
+        options: other fields of a `Plan` that the run sets whatever its layout: cpu_offload, in_backward,
+            sequence_parallel.
         keep: how many to return.
 
     Raises:
@@ -81,7 +87,7 @@ def search(
         what = f"no layout of {ranks:,} ranks can be: on dp_shard {ranks}, {refusal('dp_shard', ranks)}"
         raise ConfigError(what, where="--gpus", remedy="take one GPU")
     plans = [
-        _plan(layout, length, rows, microbatches, schedule, stages_per_rank)
+        replace(_plan(layout, length, rows, microbatches, schedule, stages_per_rank, reshard), **(options or {}))
         for layout in possible
         for rows, microbatches in _batches(layout, length, step_tokens, method.together)
     ]
@@ -154,12 +160,15 @@ def layouts(
                     yield Layout(replicas, shards, cp, tp, pp, ep)
 
 
-def _plan(layout: Layout, length: int, rows: int, microbatches: int, schedule: str, stages_per_rank: int) -> Plan:
+def _plan(
+    layout: Layout, length: int, rows: int, microbatches: int, schedule: str, stages_per_rank: int, reshard: str
+) -> Plan:
     """Between the passes of one microbatch a pipeline runs others: layers would be gathered over and over."""
+    gives_back = reshard == "always" or (reshard == "auto" and layout.pp == 1)
     if layout.pp == 1:
-        return Plan(layout, length, rows, microbatches, schedule=schedule)
+        return Plan(layout, length, rows, microbatches, reshard=gives_back, schedule=schedule)
     needed = PROGRAMS[schedule].microbatches(microbatches, layout.pp, stages_per_rank)
-    return Plan(layout, length, rows, needed, reshard=False, schedule=schedule, stages_per_rank=stages_per_rank)
+    return Plan(layout, length, rows, needed, reshard=gives_back, schedule=schedule, stages_per_rank=stages_per_rank)
 
 
 def _slowest(best: dict[Layout, Found], keep: int) -> float:
