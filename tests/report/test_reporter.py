@@ -196,7 +196,8 @@ def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytes
     assert "log.txt cannot be written (No space left on device); the run goes on without it" in said
 
 
-def test_a_log_takes_any_name_of_a_file(tmp_path: Path) -> None:
+def test_a_log_takes_any_name_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("luthier"), "propagate", False)  # pytest's own log cannot be sent to xdist
     with run_log(tmp_path / "log.txt"):
         logging.getLogger("luthier.test").info("n\udcff.jsonl:1 is cut")
     assert (tmp_path / "log.txt").read_text(encoding="utf-8").endswith("n\\udcff.jsonl:1 is cut\n")
