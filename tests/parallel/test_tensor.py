@@ -324,7 +324,9 @@ def recomputed(path: str, samples: list[Sample], how: str) -> Any:
     return {name: whole(p.grad) for name, p in state.trainable.items() if p.grad is not None}
 
 
-@pytest.mark.parametrize("how", ["again", "again slices", "compiled", "compiled slices"])
+@pytest.mark.parametrize(
+    "how", ["again", "again slices", "compiled", pytest.param("compiled slices", marks=pytest.mark.soak)]
+)
 def test_layers_computed_again_or_compiled_give_the_same_gradients(how: str, made: dict[str, Path], world: Any) -> None:
     samples = [sample for sample in rows(500) if len(sample) > 1][:2]
     plainly = world(2).run(recomputed, str(made["qwen3"]), samples, "")

@@ -146,7 +146,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path, rows: Path, adap
         "-m",
         "tests.recipes.killable",
         str(tmp_path / "run.yaml"),
-        str(soaked(6, 20)),
+        str(soaked(4, 20)),
         "7",
         "2.5",
     ]

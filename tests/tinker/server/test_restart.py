@@ -19,7 +19,7 @@ from tests.tinker.server.served import Served, ints, serving
 MODEL = "debug:llama"
 ROUNDS = soaked(5, 17)
 """Of each loop; six operations each, so 204 of both in the end."""
-KILLS = soaked(2, 5)
+KILLS = soaked(1, 5)
 
 
 def loop(served: Served, seed: int, told: Callable[[], object]) -> dict[str, Any]:
