@@ -67,9 +67,10 @@ def compiled_on(path: Path, layout: dict[str, int], backend: str) -> dict[str, A
     return found | {"graphs": counters["stats"]["unique_graphs"]}
 
 
-# What inductor makes of a graph is tested above; a layout decides which graphs there are.
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("layout", [{"pp": 2}, pytest.param({"cp": 2}, marks=pytest.mark.soak)], ids=str)
+# What inductor makes of a graph is tested above, and compiled layers on two ranks in tests/parallel.
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"cp": 2}], ids=str)
 def test_compiled_layers_on_a_layout(world: Any, tmp_path: Path, layout: dict[str, int], backend: str) -> None:
     path = save_strong(debug_config("llama"), tmp_path / "llama")
     expected = reference(path)

@@ -66,6 +66,7 @@ def workspace(tmp_path: Path, name: str) -> Path:
     return found
 
 
+@pytest.mark.soak
 def test_the_example_of_the_proposal(hub_of_the_kep, tmp_path):
     job_id = TrainerClient().train(
         runtime=Runtime(

@@ -41,6 +41,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+@pytest.mark.soak
 def test_two_nodes_train_one_model(local: LocalBackend, home: Path, tmp_path: Path) -> None:
     local.submit(run(tmp_path, 2))
     job = ended(local, "tune")

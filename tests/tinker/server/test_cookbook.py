@@ -56,6 +56,7 @@ def run(served: Served, recipe: str, log: Path, **settings: Any) -> list[dict[st
     return [json.loads(line) for line in (log / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.soak
 def test_chat_sl_learns_and_goes_on_from_its_checkpoint(served: Served, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     sums = [(x, y) for x in range(4) for y in range(4)]

@@ -17,7 +17,7 @@ from tests.soak import soaked
 from tests.tinker.server.served import Served, ints, serving
 
 MODEL = "debug:llama"
-ROUNDS = soaked(5, 17)
+ROUNDS = soaked(3, 17)
 """Of each loop; six operations each, so 204 of both in the end."""
 KILLS = soaked(1, 5)
 
