@@ -23,6 +23,7 @@ from luthier.hf.classifier import attach_score
 from luthier.hf.kinds import sees
 from luthier.hf.load import build_on_meta, tie_on_meta, trainable_class
 from luthier.hf.nf4 import expected_bytes
+from luthier.hf.raised import RAISED_BY_MODELS
 from luthier.hf.source import ModelSource, config_from_fields, explain, load_config, named_in, resolve
 from luthier.optim.build import build_optimizer
 from luthier.parallel import rules
@@ -71,7 +72,7 @@ def prepare(config: RunConfig, *, cpu: bool) -> Prepared:
     cls = trainable_class(source, own, trust_remote_code=trust)
     try:
         model: Any = build_on_meta(cls, own)
-    except Exception as error:  # what a config may say, and no model can be: found as loading finds it
+    except RAISED_BY_MODELS as error:  # a config that no model can be made of
         raise explain(source, error, "the model") from error
     for parameter in model.parameters():  # not the buffers: rope's frequencies stay fp32
         parameter.data = parameter.data.to(DTYPES[precision])

@@ -20,7 +20,7 @@ RAISED_BY_MODELS = (
     TypeError,
     ValueError,
 )
-"""For trials alone, in which a model that cannot do something says so by failing.
+"""For trials, in which a model that cannot do something says so by failing, and for what a file of its makers asks for.
 
 Torch's errors are RuntimeErrors, those of configs StrictDataclassErrors, those of our own parts ModelErrors. A file
 that cannot be read, or a lack of memory, says nothing of an architecture.
