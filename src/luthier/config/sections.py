@@ -314,6 +314,11 @@ class ParallelConfig(Section):
     stages_per_rank: PositiveInt | None = None
     """Stages that each rank holds under the interleaved schedules; 2 when left out."""
 
+    def reshards(self, pp: int) -> bool:
+        """Whether layers give their gathered weights back after the forward, with so many stages of a pipeline: between
+        the passes of one microbatch it runs others, and they would be gathered over and over."""
+        return self.reshard == "always" or (self.reshard == "auto" and pp == 1)
+
 
 class MoeConfig(Section):
     """How the experts of a mixture are kept equally busy. Both ways count over the whole global batch."""

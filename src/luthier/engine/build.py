@@ -339,7 +339,7 @@ class _Plan:
                 root,
                 own,
                 mesh.fsdp,
-                reshard=parallel.reshard == "always" or (parallel.reshard == "auto" and mesh.stages == 1),
+                reshard=parallel.reshards(mesh.stages),
                 cpu_offload=parallel.cpu_offload,
                 experts=[module for module in root.modules() if module in dealt],
                 expert_mesh=mesh.efsdp,

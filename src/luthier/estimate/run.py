@@ -110,7 +110,7 @@ def find_layouts(config: RunConfig, gpus: int, cluster: str = "h200", keep: int 
         schedule=config.parallel.pipeline_schedule,
         stages_per_rank=stages_of(config.parallel.pipeline_schedule, config.parallel.stages_per_rank),
         method=method,
-        reshard=config.parallel.reshard,
+        reshards=config.parallel.reshards,
         options=_options(config, config.parallel),
         keep=keep,
     )
@@ -179,7 +179,7 @@ def _plan(config: RunConfig, parallel: ParallelConfig, layout: Layout, method: B
         rows=method.together,
         microbatches=microbatches,
         checkpointing=config.train.activation_checkpointing,
-        reshard=parallel.reshard == "always" or (parallel.reshard == "auto" and layout.pp == 1),
+        reshard=parallel.reshards(layout.pp),
         **_options(config, parallel),
         schedule=parallel.pipeline_schedule,
         stages_per_rank=stages,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from luthier.config import ParallelConfig
 from luthier.errors import ConfigError
 from luthier.estimate.beside import NOTHING, Beside
 from luthier.estimate.cluster import Cluster
@@ -43,6 +44,9 @@ class Found:
         return self.plan.step_tokens / self.time.total
 
 
+_AS_LEFT_OUT = ParallelConfig()
+
+
 def search(
     shape: ModelShape,
     cluster: Cluster,
@@ -54,7 +58,7 @@ def search(
     schedule: str = "1f1b",
     stages_per_rank: int = 1,
     method: Beside = NOTHING,
-    reshard: str = "auto",
+    reshards: Callable[[int], bool] = _AS_LEFT_OUT.reshards,
     options: Mapping[str, Any] | None = None,
     keep: int = 10,
 ) -> list[Found]:
@@ -72,7 +76,7 @@ def search(
         schedule: of the pipeline.
         stages_per_rank: of that schedule.
         method: what the way of training keeps beside the model.
-        reshard: when gathered weights are given back, as `parallel.reshard` says it.
+        reshards: whether gathered weights are given back, of so many stages.
         options: other fields of a `Plan` that the run sets whatever its layout: cpu_offload, in_backward,
             sequence_parallel.
         keep: how many to return.
@@ -87,7 +91,9 @@ def search(
         what = f"no layout of {ranks:,} ranks can be: on dp_shard {ranks}, {refusal('dp_shard', ranks)}"
         raise ConfigError(what, where="--gpus", remedy="take one GPU")
     plans = [
-        replace(_plan(layout, length, rows, microbatches, schedule, stages_per_rank, reshard), **(options or {}))
+        replace(
+            _plan(layout, length, rows, microbatches, schedule, stages_per_rank, reshards(layout.pp)), **(options or {})
+        )
         for layout in possible
         for rows, microbatches in _batches(layout, length, step_tokens, method.together)
     ]
@@ -161,14 +167,12 @@ def layouts(
 
 
 def _plan(
-    layout: Layout, length: int, rows: int, microbatches: int, schedule: str, stages_per_rank: int, reshard: str
+    layout: Layout, length: int, rows: int, microbatches: int, schedule: str, stages_per_rank: int, reshard: bool
 ) -> Plan:
-    """Between the passes of one microbatch a pipeline runs others: layers would be gathered over and over."""
-    gives_back = reshard == "always" or (reshard == "auto" and layout.pp == 1)
     if layout.pp == 1:
-        return Plan(layout, length, rows, microbatches, reshard=gives_back, schedule=schedule)
+        return Plan(layout, length, rows, microbatches, reshard=reshard, schedule=schedule)
     needed = PROGRAMS[schedule].microbatches(microbatches, layout.pp, stages_per_rank)
-    return Plan(layout, length, rows, needed, reshard=gives_back, schedule=schedule, stages_per_rank=stages_per_rank)
+    return Plan(layout, length, rows, needed, reshard=reshard, schedule=schedule, stages_per_rank=stages_per_rank)
 
 
 def _slowest(best: dict[Layout, Found], keep: int) -> float:
