@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -237,15 +238,17 @@ def test_a_stream_that_is_closed_is_an_empty_one(tmp_path: Path, closed: tuple[i
 
 @pytest.mark.parametrize("words", [["validate", "model=m", "data=d"], ["validate", "none.yaml"]])
 def test_an_answer_that_cannot_be_written_is_a_sentence(words: list[str]) -> None:
+    # buffered as Python does it, which writes again at exit
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "luthier", *words, "--json"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
     told = "none.yaml: there is no" if "none.yaml" in words else "the disk: No space left on device; free some space"
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {told}")
     assert done.stderr.count("\n") == 1
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, env=environment)
     assert done.returncode == (2 if "none.yaml" in words else 0)
 
 

@@ -6,7 +6,6 @@ import io
 import os
 import sys
 import traceback
-from contextlib import suppress
 from typing import Any, TextIO
 
 from luthier import launch
@@ -22,8 +21,10 @@ def discard(out: TextIO) -> None:
 
 def _complain(text: str) -> None:
     """Say what went wrong; where standard error cannot be written, the exit code says it alone."""
-    with suppress(OSError):
+    try:
         print(text, file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)
 
 
 class Border:
